@@ -73,7 +73,8 @@ help:
 	@echo "make gpu-test  run the GPU tests; writes benchmarks/results/<gpu>/tests.json"
 	@echo "make soak      random problems on the GPU, four minutes of them (SOAK=80: a variant's seconds)"
 	@echo "make sanitize  run the kernels under compute-sanitizer"
-	@echo "make bench     measure all tables and figures again on the GPU; prints what moved"
+	@echo "make bench     measure again on the GPU what the documents show, and print what moved"
+	@echo "               (ARGS=--record: into benchmarks/results, for make report)"
 	@echo "make bench BENCH=compare   one of them (ARGS=--help: how), or io, memory, numerics, train, ..."
 	@echo "make report    put the measured tables and figures into README.md and docs/"
 	@echo "make wheel     the wheel and the sdist, checked (LIBRARY=_C.abi3.so: of a library that exists)"
@@ -132,7 +133,8 @@ soak: build
 sanitize: build
 	PYTHON=$(PY) bash tests/sanitize.sh $(ARGS)
 
-# A script in benchmarks/ (docs/benchmarks.md lists them); everything.py runs the usual ones.
+# A script in benchmarks/ (docs/benchmarks.md lists them); everything.py runs the usual ones. Nothing is
+# written but with ARGS=--record.
 BENCH ?= everything
 bench: build
 	$(need) tqdm matplotlib

@@ -218,7 +218,8 @@ def cuda_options(cuda_home: Path) -> dict:
             objects = [Path(self.build_temp, source).with_suffix(".o") for source in sources]
             complaints = nvcc_strict.report(objects, ROOT / "build/ptxas.log")
             self.record(
-                digest=digest,
+                digest=digests["source_digest"](ROOT),
+                kernels=digests["kernel_digest"](ROOT),
                 targets=archs,
                 cuda=release[1] if release else None,
                 torch=torch.__version__,
@@ -227,11 +228,11 @@ def cuda_options(cuda_home: Path) -> dict:
             )
             nvcc_strict.settle(complaints)
 
-    digest = runpy.run_path(str(ROOT / "benchmarks/digest.py"))["source_digest"](ROOT)
+    digests = runpy.run_path(str(ROOT / "benchmarks/digest.py"))
     print(f"flash_ext: compiling for {archs} (FLASH_EXT_CUDA_ARCHS)", flush=True)
     if portable and platform.machine() != "x86_64":
         sys.exit("flash_ext: FLASH_EXT_PORTABLE=1 is for x86-64 alone")
-    manylinux = runpy.run_path(str(ROOT / "csrc/build/manylinux.py")) if portable else {}
+    manylinux = runpy.run_path(str(ROOT / "distribution/manylinux.py")) if portable else {}
 
     # Older toolkits cannot choose. "size" takes longer, and gives wheels a fifth of the size.
     mode = "size" if portable else "balance"
@@ -259,7 +260,10 @@ def cuda_options(cuda_home: Path) -> dict:
     extension = Extension(
         "flash_ext._C",
         sources,
-        depends=find_files("csrc/**/*.h", "csrc/**/*.cuh", "csrc/**/*.cpp", "csrc/build/*.py"),
+        depends=find_files(
+            *("csrc/**/*.h", "csrc/**/*.cuh", "csrc/**/*.cpp"),
+            *("csrc/build/*.py", "distribution/manylinux.py"),
+        ),
         language="c++",
         py_limited_api=True,
         include_dirs=[
@@ -324,7 +328,7 @@ def library_options(library: Path) -> dict:
             target.parent.mkdir(parents=True, exist_ok=True)
             if not (target.exists() and target.samefile(library)):
                 shutil.copy(library, target)
-            names = "digest", "targets", "cuda", "torch", "platform", "slow_kernels"
+            names = "digest", "kernels", "targets", "cuda", "torch", "platform", "slow_kernels"
             self.record(**{name: known.get(name) for name in names})
 
     return extension_options(Extension("flash_ext._C", [], py_limited_api=True), CopyLibrary)

@@ -9,13 +9,10 @@ FOLDER/flash_ext is the build before. Each build runs in a process of its own, w
 times when it is asked; both have the same inputs, cells are those of compare.py, and the results of
 both must agree. Turns are in the order ABBA, since the first of two calls finds a cooler GPU. A
 ratio is the time before over the time now: above 1 this build is faster. With --host the CPU's time
-for a call is compared likewise, without a goal, since it differs by 15 % between processes of one
-build.
+for a call is compared likewise; it differs by 15 % between processes of one build.
 
-Results go to benchmarks/results/<device>/builds.json, beside those with the same build before that
-are there, also of a run that goes on at the same time on another GPU of the same kind. A row names
-the source that was 'now' when it was measured: what has not changed since then need not be measured
-again. Exit status 1 if results differ, or if a build failed.
+A cell names the build before ('over', a source digest). Exit status 1 if results differ, or if a
+build failed.
 """
 
 from __future__ import annotations
@@ -29,32 +26,27 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import cells
 import common
 import host
 import torch
 from cells import Cell, add_grid, grid, place
-from common import Finding, Json, say
+from common import Json, say
 from fp8_providers import FP8, FP8_PROVIDERS
 from providers import VARIANTS, Provider, Refused, relative_error, running, variant
 from ratios import geometric_mean
+from results import Recorder
 from timing import Timer
 
 import flash_ext
 
 SETS = ("standard", "decode", "chunks", "prefill")
 TURNS = 4  # of each build in a cell
-METHOD = (
-    "Two processes with the same inputs take turns in the order ABBA; each call is timed as "
-    "compare.py does. 'before' and 'now' are medians in milliseconds, 'ratio' is the one over the "
-    "other, 'error' the relative difference of the results."
-)
-LEAST_MEAN, LEAST = 0.995, 0.98  # of the ratios of a set, and of each
+LEAST = 0.98  # a cell below is called slower
 HOST_TURNS = 4
 FP8_NAMES = {p.name: p for p in FP8_PROVIDERS if p.ours}
 
@@ -222,43 +214,15 @@ def summarise(rows: list[Json]) -> list[Json]:
     found = []
     for (name, ours, direction), group in groups.items():
         least = min(group, key=lambda r: r["ratio"])
+        queries = f", {least['seqlen_q']} queries" if least.get("seqlen_q") else ""
         found.append({
             "set": name, "variant": ours, "direction": direction, "cells": len(group),
             "geometric_mean": round(geometric_mean([r["ratio"] for r in group]), 4),
             "min": least["ratio"],
-            "min_at": place(least) + (f", {least['seqlen_q']} queries" * bool(least["seqlen_q"])),
+            "min_at": place(least) + queries,
             "below": sum(r["ratio"] < LEAST for r in group),
-            "digests": sorted({r["digest"] for r in group}),
         })  # fmt: skip
     return found
-
-
-def key(row: Json) -> tuple[object, ...]:
-    """What identifies a row of a result file."""
-    return row["set"], row["variant"], *cells.key(row)
-
-
-def store(path: Path, result: Json, rows: list[Json]) -> None:
-    """Write the rows, and those that the file has with the same build before."""
-    with common.exclusive(path.parent):
-        old = common.read_json(path) or {}
-        same = common.same_setup(old | {"digest": result["digest"]}, result)
-        if same and old["before"] == result["before"]:
-            rows = list(({key(r): r for r in old["cells"]} | {key(r): r for r in rows}).values())
-            result = old | result
-        common.write_json(path, result | {"cells": rows})
-
-
-def findings(rows: list[Json]) -> Iterator[Finding]:
-    """Whether nothing became slower."""
-    for s in summarise(rows):
-        yield Finding(
-            f"{s['variant']} {s['direction']}, {s['set']}: geometric mean at least {LEAST_MEAN:g},"
-            f" every cell {LEAST:g}",
-            f"{s['geometric_mean']:.3f} of {s['cells']} cells, {s['min']:.3f} at least"
-            f" ({s['min_at']}), {s['below']} below",
-            s["geometric_mean"] >= LEAST_MEAN and not s["below"],
-        )
 
 
 def parse() -> argparse.Namespace:
@@ -272,7 +236,6 @@ def parse() -> argparse.Namespace:
     add("--host", action="store_true", help="the CPU's time per call, too")
     add("--min-time", type=float, default=0.06, help="seconds of calls per build and cell")
     add("--minutes", type=float, default=math.inf, help="begin no cell later")
-    add("--out", help="result file, default benchmarks/results/<device>/builds.json")
     args = parser.parse_args()
     if not (args.before / "flash_ext" / "__init__.py").is_file():
         parser.error(f"there is no flash_ext in {args.before}")
@@ -292,48 +255,44 @@ def main() -> int:
     ]
     if not jobs:
         raise SystemExit("no cell left: see --filter, --causal, --full, --fwd, --bwd")
-    now = Path(flash_ext.__file__).resolve().parents[1]
-    builds = {
-        name: Remote(folder, args.device)
-        for name, folder in (("before", args.before.resolve()), ("now", now))
+    folders = {
+        "before": args.before.resolve(),
+        "now": Path(flash_ext.__file__).resolve().parents[1],
     }
+    builds = {name: Remote(folder, args.device) for name, folder in folders.items()}
     described = {name: build.ask("describe") for name, build in builds.items()}
-    result = common.describe_setup(device) | {
-        "method": METHOD,
-        "before": {n: described["before"][n] for n in ("version", "digest")},
-    }
-    for name, folder in (("before", args.before.resolve()), ("now", now)):
+    for name, folder in folders.items():
         if Path(described[name]["folder"]) != folder:
             raise SystemExit(f"asked for {folder}, imported {described[name]['folder']}")
+    over = {"over": described["before"]["digest"] or str(args.before)}
+    recorder = Recorder("builds", common.describe_setup(device), args)
     rows: list[Json] = []
     in_memory = "/dev/shm" if os.path.isdir("/dev/shm") else None  # results are large
     with tempfile.TemporaryDirectory(dir=in_memory) as folder:
         try:
             if args.host:
-                source = {"digest": result["digest"]}
-                result["host"] = {n: us | source for n, us in compare_host(builds).items()}
+                for what, times in compare_host(builds).items():
+                    recorder.add({"host": what} | over, times)
+                    print(f"  {times['before']:.1f} us before, now {times['now']:.1f}")
             for name, cell, provider in common.progress(jobs, len(jobs), "cells"):
                 if time.monotonic() - started > 60 * args.minutes:
                     say(f"left out, no time: {len(jobs) - len(rows)} of {len(jobs)} cells")
                     break
                 found = compare(builds, cell, provider, args.min_time, f"{folder}/results.pt")
-                what = {"set": name, "variant": provider.name, "digest": result["digest"]}
-                rows.append(asdict(cell) | what | found)
+                what = cell.to_json() | {"set": name, "variant": provider.name} | over
+                recorder.add(what, found)
+                rows.append(what | found)
         finally:
             for build in builds.values():
                 build.close()
-            result["seconds"] = round(time.monotonic() - started, 1)
-            store(path := common.result_path(device, "builds.json", args.out), result, rows)
-    print(f"{result['device']}, source {described['before']['digest']} before, now"
-          f" {described['now']['digest']}")  # fmt: skip
-    for what, times in result.get("host", {}).items():
-        print(f"  CPU, {what}: {times['before']:.1f} us before, now {times['now']:.1f}")
-    for finding in findings(rows):
-        print(f"  {finding}")
+    for s in summarise(rows):
+        print(f"{s['variant']} {s['direction']}, {s['set']}: geometric mean"
+              f" {s['geometric_mean']:.3f} of {s['cells']} cells, {s['min']:.3f} at least"
+              f" ({s['min_at']}), {s['below']} below {LEAST:g}")  # fmt: skip
     failed = [r for r in rows if "failed" in r]
     for row in failed:
-        print(f"  FAILED: {row['variant']} {row['direction']} {place(row)}: {row['failed']}")
-    print(f"written: {path}")
+        print(f"FAILED: {row['variant']} {row['direction']} {place(row)}: {row['failed']}")
+    recorder.close()
     return int(bool(failed))
 
 

@@ -1,59 +1,50 @@
-"""The cells of compare.py's tables: shapes, and the sets that they come in."""
+"""The cells of compare.py: shapes, and the sets that they come in (shapes.toml)."""
 
 from __future__ import annotations
 
 import argparse
 import itertools
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 
-import models
 import torch
-from common import Json
+from common import ROOT, Json
 from fp8_providers import FP8, Fp8Workload
 from providers import Workload
 
-TOKENS, HIDDEN = 16384, 2048
-CPU_TOKENS, CPU_HIDDEN = 512, 128  # a smoke test
-HEAD_DIMS = (64, 128, 256)
-CPU_HEAD_DIMS, CPU_SEQLENS = (64,), (128, 256)
-SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10, where pytest brings it
+    import tomli as tomllib
+
+SHAPES = tomllib.loads((ROOT / "benchmarks" / "shapes.toml").read_text())
+GRID = SHAPES["grid"]
+HEAD_DIMS, SEQLENS = tuple(GRID["d"]), tuple(GRID["seqlen"])
+FP8_DIMS = {int(d): d_v for d, d_v in GRID["fp8_d"].items()}
+SETS = ("standard", "fp8", *SHAPES["sets"])
+SOURCES = {s["model"]: s["source"] for s in SHAPES["sets"]["models"]["shapes"]}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-GQA = ((8, 2048), (1, 16384))  # batch, S: 16 query heads of 128 on 2 key heads, causal
-MQA = (4096, 8192, 16384, 32768)  # S: one causal sequence, 8 query heads of 128 on 1 or 8 key heads
-DECODE = (  # batch, query heads, key heads, keys, queries; d 128
-    (1, 32, 8, 131072, 1), (16, 32, 8, 8192, 1), (64, 32, 8, 4096, 1), (128, 32, 32, 2048, 1),
-    (1, 32, 8, 131072, 4), (16, 32, 8, 8192, 4), (64, 64, 8, 4096, 8),  # speculative decoding
-)  # fmt: skip
-CHUNKS = (  # the same: parts of a prompt against a cache, or many queries a group
-    (1, 32, 8, 8192, 64), (1, 32, 8, 16384, 512), (4, 32, 8, 8192, 256), (4, 16, 1, 4096, 5),
-    (1, 8, 1, 65536, 16), (2, 16, 16, 8192, 64),
-)  # fmt: skip
-LATENCY = ((1, 32, 8, 1024, 1), (1, 32, 8, 65536, 1))  # the same: one sequence; for --graph
-FEW_QUERIES = {"decode": DECODE, "chunks": CHUNKS, "latency": LATENCY}
-PREFILL = ((8, 1024), (4, 4096), (2, 8192))  # heads, S: one causal sequence, d 64 and 128
-FP8_DIMS = {64: 64, 96: 96, 128: 128, 192: 128, 256: 256}  # of q and k, and of v
-FP8_SEQLENS = (2048, 4096, 8192, 16384)
-SETS = ("standard", "gqa", "mqa", "decode", "chunks", "latency", "prefill", "models", "fp8")
+TILE = 128  # rows
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One column of a table: what every provider is asked to compute."""
+    """What every provider is asked to compute."""
 
     dtype: str
     d: int
     causal: bool
-    seqlen: int
+    seqlen: int  # of the keys
     batch: int
     heads: int
     direction: str = "forward"
-    seqlen_q: int = 0  # 0: seqlen, which is that of the keys
+    seqlen_q: int = 0  # 0: seqlen
     kv_heads: int = 0  # 0: heads
     d_v: int = 0  # 0: d
     window: int = 0  # keys that a query sees, 0: all
     model: str = ""  # whose shape it is
+    near: str = ""  # whose neighbor it is, as "S x H"; or the shape itself
     sustained: bool = False  # measured back to back
     graph: bool = False  # in a CUDA graph
 
@@ -95,6 +86,10 @@ class Cell:
             window=self.window,
         )
 
+    def to_json(self) -> Json:
+        """For a result: without what is 0, empty or false, apart from `causal`."""
+        return {n: x for n, x in asdict(self).items() if x or n == "causal"}
+
     def matches(self, terms: str) -> bool:
         """Whether the cell meets every term of a filter such as 'd=128,causal,fwd,S>=2048'."""
         for term in filter(None, (t.strip() for t in terms.split(","))):
@@ -115,50 +110,53 @@ class Cell:
         return True
 
 
-def few_queries(
-    dtype: str, sizes: Iterable[tuple[int, int, int, int, int]]
-) -> Iterator[tuple[Cell, bool]]:
-    """Forward only, of (batch, query heads, key heads, keys, queries)."""
-    for batch, heads, kv_heads, seqlen, queries in sizes:
-        shape = Cell(dtype, 128, False, seqlen, batch, heads)
-        yield replace(shape, seqlen_q=queries, kv_heads=kv_heads), False
+def neighbors(cell: Cell) -> Iterator[Cell]:
+    """Those of a shape; the shape itself comes first."""
+    cell = replace(cell, near=f"{cell.seqlen} x {cell.heads}")
+    yield cell
+    for more in (1, -1, TILE, -TILE, TILE // 2):
+        yield replace(cell, seqlen=cell.seqlen + more)
+    group = cell.heads // (cell.kv_heads or cell.heads)
+    kv_heads = (cell.kv_heads or cell.heads) + 1
+    yield replace(cell, heads=kv_heads * group, kv_heads=kv_heads if cell.kv_heads else 0)
+
+
+def on_grid_of(dtype: str, args: argparse.Namespace) -> Iterator[Cell]:
+    """The standard grid, or what the options make of it."""
+    cpu, fp8 = args.device == "cpu", dtype == FP8
+    sizes = GRID | (GRID["cpu"] if cpu else {})
+    masks = [True, False] if args.causal == args.full else [args.causal]
+    head_dims, seqlens = sizes["d"], sizes["seqlen"]
+    if fp8 and not cpu:
+        head_dims, seqlens = list(FP8_DIMS), sizes["fp8_seqlen"]
+    for d, causal, seqlen in itertools.product(args.d or head_dims, masks, args.s or seqlens):
+        batch = args.batch or max(1, sizes["tokens"] // seqlen)
+        heads = args.heads or max(1, sizes["hidden"] // d)
+        d_v = FP8_DIMS.get(d, d) if fp8 else d
+        yield Cell(dtype, d, causal, seqlen, batch, heads, seqlen_q=args.sq,
+                   kv_heads=args.kv_heads, d_v=0 if d_v == d else d_v)  # fmt: skip
 
 
 def shapes_of(name: str, dtype: str, args: argparse.Namespace) -> Iterator[tuple[Cell, bool]]:
     """The shapes of a set, and whether the backward of each is measured too."""
-    cpu = args.device == "cpu"
-    tokens, hidden = (CPU_TOKENS, CPU_HIDDEN) if cpu else (TOKENS, HIDDEN)
-    masks = [True, False] if args.causal == args.full else [args.causal]
-    if name == "standard":
-        head_dims = args.d or (CPU_HEAD_DIMS if cpu else HEAD_DIMS)
-        seqlens = args.s or (CPU_SEQLENS if cpu else SEQLENS)
-        for d, causal, seqlen in itertools.product(head_dims, masks, seqlens):
-            batch = args.batch or max(1, tokens // seqlen)
-            heads = args.heads or max(1, hidden // d)
-            sizes = {"seqlen_q": args.sq, "kv_heads": args.kv_heads}
-            yield Cell(dtype, d, causal, seqlen, batch, heads, **sizes), args.sq != 1
-    elif name == "gqa":
-        for batch, seqlen in GQA:
-            yield Cell(dtype, 128, True, seqlen, batch, 16, kv_heads=2), True
-    elif name == "mqa":
-        for seqlen, kv_heads in itertools.product(MQA, (1, 8)):
-            yield Cell(dtype, 128, True, seqlen, 1, 8, kv_heads=kv_heads), True
-    elif name in FEW_QUERIES:
-        yield from few_queries(dtype, FEW_QUERIES[name])
-    elif name == "prefill":
-        for d, (heads, seqlen) in itertools.product((64, 128), PREFILL):
-            yield Cell(dtype, d, True, seqlen, 1, heads, kv_heads=heads), False
-    elif name == "models":
-        for shape in models.SHAPES:
-            yield model_cell(shape, dtype, cpu), shape.backward
-    elif name == "fp8":
-        head_dims = args.d or (CPU_HEAD_DIMS if cpu else FP8_DIMS)
-        seqlens = args.s or (CPU_SEQLENS if cpu else FP8_SEQLENS)
-        for d, causal, seqlen in itertools.product(head_dims, masks, seqlens):
-            batch, heads, d_v = max(1, tokens // seqlen), max(1, hidden // d), FP8_DIMS.get(d, d)
-            yield Cell(FP8, d, causal, seqlen, batch, heads, d_v=0 if d_v == d else d_v), False
-    else:
-        raise ValueError(f"no set {name!r}")
+    if name in ("standard", "fp8"):
+        for cell in on_grid_of(FP8 if name == "fp8" else dtype, args):
+            yield cell, name == "standard" and args.sq != 1
+        return
+    chosen = SHAPES["sets"][name]
+    for shape in chosen["shapes"]:
+        fields = {"causal": True, "batch": 1} | chosen["all"] | shape
+        backward, near = fields.pop("backward", True), fields.pop("neighbors", False)
+        bound = fields.pop("cpu_seqlen", None)
+        fields.pop("source", None)
+        cell = Cell(dtype, **fields)
+        if bound and args.device == "cpu":  # a small one with the head dims and the mask
+            kv = 1 if cell.kv_heads else 0
+            cell = replace(cell, heads=cell.heads // (cell.kv_heads or cell.heads), kv_heads=kv,
+                           seqlen=min(cell.seqlen, bound), batch=1,
+                           seqlen_q=min(cell.seqlen_q, bound // 4))  # fmt: skip
+            cell = replace(cell, window=min(cell.window, cell.seqlen))
+        yield from ((x, backward) for x in (neighbors(cell) if near else (cell,)))
 
 
 def add_grid(parser: argparse.ArgumentParser) -> None:
@@ -169,8 +167,8 @@ def add_grid(parser: argparse.ArgumentParser) -> None:
     add("--set", nargs="*", choices=SETS, help="default: standard")
     add("--d", nargs="*", type=int, help=f"head dims, default {HEAD_DIMS}")
     add("--s", nargs="*", type=int, help=f"sequence lengths, default {SEQLENS}")
-    add("--batch", type=int, help=f"default: {TOKENS} tokens over S")
-    add("--heads", type=int, help=f"default: {HIDDEN} over the head dim")
+    add("--batch", type=int, help=f"default: {GRID['tokens']} tokens over S")
+    add("--heads", type=int, help=f"default: {GRID['hidden']} over the head dim")
     add("--kv-heads", type=int, default=0, help="key heads, default: as many as query heads")
     add("--sq", type=int, default=0, help="queries, default: as many as keys")
     add("--causal", action="store_true", help="only causal")
@@ -200,33 +198,7 @@ def grid(args: argparse.Namespace) -> Iterator[Cell]:
                     yield cell
 
 
-def model_cell(shape: models.ModelShape, dtype: str, cpu: bool) -> Cell:
-    """A model's shape as a cell; on a CPU a small one with its head dims and mask."""
-    group = shape.heads // shape.kv_heads
-    heads, seqlen, batch, queries = shape.heads, shape.seqlen, shape.batch, shape.seqlen_q
-    if cpu:
-        heads, seqlen, batch = group, min(seqlen, 64), 1
-        queries = min(queries, 16)
-    return Cell(
-        dtype,
-        shape.d,
-        shape.causal,
-        seqlen,
-        batch,
-        heads,
-        seqlen_q=queries,
-        kv_heads=heads // group if group > 1 else 0,
-        d_v=0 if shape.d_v == shape.d else shape.d_v,
-        window=min(shape.window, seqlen),
-        model=shape.name,
-    )
-
-
-def key(cell: Json) -> tuple[object, ...]:
-    """What identifies a cell of a result file."""
-    return tuple(cell.get(f.name, f.default) for f in fields(Cell))
-
-
+# ------------------------------------------------------------------- cells as results have them
 def place(cell: Json) -> str:
     """Where a cell is in the tables of one direction."""
     return f"d {cell['d']} {'causal' if cell['causal'] else 'full'} S {cell['seqlen']}"
@@ -246,15 +218,20 @@ def shape_name(cell: Json) -> str:
 
 def is_plain(cell: Json) -> bool:
     """Whether a cell has as many queries as keys, as many key heads as query heads, no window, no
-    model, is not of FP8, and was measured in bursts."""
-    others = ("seqlen_q", "kv_heads", "d_v", "window", "model", "sustained", "graph")
+    model, is not of FP8 nor a neighbor, and was measured in bursts."""
+    others = ("seqlen_q", "kv_heads", "d_v", "window", "model", "near", "sustained", "graph")
     return cell["dtype"] != FP8 and not any(cell.get(name) for name in others)
 
 
-def on_grid(cell: Json, tokens: int = TOKENS, hidden: int = HIDDEN) -> bool:
+def has_grid_size(cell: Json) -> bool:
+    """Whether a cell's batch and heads are those of the standard grid."""
+    size = max(1, GRID["tokens"] // cell["seqlen"]), max(1, GRID["hidden"] // cell["d"])
+    return (cell["batch"], cell["heads"]) == size
+
+
+def on_grid(cell: Json) -> bool:
     """Whether a cell's batch and heads are the standard grid's; head dim and type may be others."""
-    batch, heads = max(1, tokens // cell["seqlen"]), max(1, hidden // cell["d"])
-    return (cell["batch"], cell["heads"]) == (batch, heads) and is_plain(cell)
+    return has_grid_size(cell) and is_plain(cell)
 
 
 def standard_cells(cells: list[Json], direction: str) -> list[Json]:
@@ -269,12 +246,6 @@ def standard_cells(cells: list[Json], direction: str) -> list[Json]:
 
 def fp8_cells(cells: list[Json]) -> list[Json]:
     """Those of --set fp8, at its sizes, by head dim, mask and length."""
-    found = [
-        c
-        for c in cells
-        if c["dtype"] == FP8
-        and c["seqlen"] in FP8_SEQLENS
-        and not c.get("sustained")
-        and (c["batch"], c["heads"]) == (max(1, TOKENS // c["seqlen"]), max(1, HIDDEN // c["d"]))
-    ]
+    found = [c for c in cells if c["dtype"] == FP8 and c["seqlen"] in GRID["fp8_seqlen"]
+             and not c.get("sustained") and has_grid_size(c)]  # fmt: skip
     return sorted(found, key=lambda c: (c["d"], c["causal"], c["seqlen"]))

@@ -1,96 +1,62 @@
-"""What every benchmark shares: the machine's description, the source digest, results, progress.
-
-``python benchmarks/common.py --digest`` prints the source digest; see digest.py.
-"""
+"""What every benchmark shares: the machine's description, its clocks, memory, progress."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
-import fcntl
 import importlib.util
 import json
 import os
 import platform
-import re
 import shutil
 import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from digest import ROOT, source_digest
+import results
+import torch
+from digest import ROOT, kernel_digest, source_digest
+from results import Json, now, say
 
-with contextlib.suppress(ModuleNotFoundError):  # --digest needs no torch
-    import torch
+__all__ = ["Json", "ROOT", "now", "say", "source_digest"]  # from other modules
 
-RESULTS = ROOT / "benchmarks" / "results"
-# What must be equal for two runs to be in one result file.
+# By its path: builds.py times an older build of flash_ext as it times this one.
+_spec = importlib.util.spec_from_file_location("timer", ROOT / "flash_ext/timing.py")
+assert _spec is not None and _spec.loader is not None
+sys.modules["timer"] = timing = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(timing)
+first_line, progress, cpu_name = timing.first_line, timing.progress, timing.cpu_name
+
+RESULTS = results.FOLDER
+# What must be equal for a test report to be of this machine and source.
 SAME_SETUP = ("device", "torch", "cuda", "cudnn", "driver", "digest")
 
 if importlib.util.find_spec("flash_ext") is None:  # not installed: measure the checkout itself
     sys.path.insert(0, str(ROOT))
 
-Json = dict[str, Any]
-T = TypeVar("T")
 
-
-@dataclass(frozen=True)
-class Finding:
-    """A goal and what was measured for it, or why nothing was."""
-
-    goal: str
-    measured: str  # "": it was not asked for
-    reached: bool | None  # None: not all that the goal speaks of was measured
-    why: str = ""  # it is not reached, where that is known
-
-    def __str__(self) -> str:
-        words = {True: "reached", False: "NOT REACHED", None: "not all was measured"}
-        return f"{self.goal}: {self.measured or 'not measured'}; {words[self.reached]}"
-
-
-def cpu_name() -> str:
-    """The processor's model name where Linux reports it, otherwise its architecture."""
-    try:
-        found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    except OSError:
-        found = None
-    return found[1] if found else platform.machine()
-
-
-def nvidia_smi(device: torch.device) -> dict[str, str]:
-    """Driver, clocks and power of ``device`` as nvidia-smi reports them, or {} without it."""
-    fields = (
-        "driver_version",
-        "power.limit",
-        "power.draw",
-        "temperature.gpu",
-        "clocks.sm",
-        "clocks.max.sm",
-        "clocks.mem",
-    )
-    if shutil.which("nvidia-smi") is None:
-        return {}
-    # By its UUID, because CUDA_VISIBLE_DEVICES renumbers what torch sees; otherwise the first one.
+def smi_command(device: torch.device, fields: Iterable[str], *options: str) -> list[str]:
+    """nvidia-smi's, by the UUID, because CUDA_VISIBLE_DEVICES renumbers what torch sees."""
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
-    for chosen in ([f"--id=GPU-{uuid}"], []):
-        command = ["nvidia-smi", *chosen, f"--query-gpu={','.join(fields)}"]
-        try:
-            done = subprocess.run(
-                [*command, "--format=csv,noheader"], capture_output=True, text=True, timeout=20
-            )
-        except (OSError, subprocess.TimeoutExpired):
-            return {}
-        lines = done.stdout.strip().splitlines()
-        if done.returncode == 0 and lines:
-            return dict(zip(fields, (v.strip() for v in lines[0].split(",")), strict=False))
-    return {}
+    chosen = [f"--id=GPU-{uuid}"] if uuid else []
+    return ["nvidia-smi", *chosen, f"--query-gpu={','.join(fields)}", *options]
+
+
+def driver_version(device: torch.device) -> str | None:
+    """The driver's, as nvidia-smi reports it; None without it."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = smi_command(device, ["driver_version"], "--format=csv,noheader")
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip().partition("\n")[0] or None if done.returncode == 0 else None
 
 
 class ClockLog:
@@ -111,12 +77,9 @@ class ClockLog:
         self.process: subprocess.Popen[str] | None = None
         if device.type != "cuda" or shutil.which("nvidia-smi") is None:
             return
-        uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
-        chosen = [f"--id=GPU-{uuid}"] if uuid else []
-        query = f"--query-gpu={','.join(self.FIELDS.values())}"
         self.process = subprocess.Popen(
-            ["nvidia-smi", *chosen, query, "--format=csv,noheader,nounits", "-lms",
-             str(self.PERIOD_MS)],
+            smi_command(device, self.FIELDS.values(), "--format=csv,noheader,nounits", "-lms",
+                        str(self.PERIOD_MS)),
             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
         )  # fmt: skip
         threading.Thread(target=self._read, daemon=True).start()
@@ -128,10 +91,8 @@ class ClockLog:
 
     def add(self, line: str) -> None:
         """One line of nvidia-smi; values that it cannot read ("[N/A]") are left out."""
-        try:
+        with contextlib.suppress(ValueError):
             self.samples.append([float(x) for x in line.split(",")])
-        except ValueError:
-            return
 
     def wait_for_sample(self) -> None:
         """Return when there is one, or when there should have been: nvidia-smi takes a moment."""
@@ -153,12 +114,11 @@ class ClockLog:
 
 
 def describe_setup(device: torch.device) -> Json:
-    """Device, versions, source digest, date and clocks: the head of every result file."""
+    """Device, versions, digests and date: what every result and test report says of itself."""
     import flash_ext
     from flash_ext.ops import binary
 
     cuda = device.type == "cuda"
-    smi = nvidia_smi(device) if cuda else {}
     origin = Path(flash_ext.__file__).resolve()
     if not origin.is_relative_to(ROOT):
         print(
@@ -166,48 +126,31 @@ def describe_setup(device: torch.device) -> Json:
             " install with pip install --no-build-isolation -e .",
             file=sys.stderr,
         )
-    build, digest = binary.cuda_build(), source_digest()
-    if cuda and build is not None and build.digest not in (None, digest):
-        raise SystemExit(f"the kernels are of source {build.digest}, this is {digest}: make build")
-    setup: Json = {
+    build, kernels = binary.cuda_build(), kernel_digest()
+    if cuda and build is not None and build.kernels not in (None, kernels):
+        raise SystemExit(f"the kernels are of csrc {build.kernels}, this is {kernels}: make build")
+    return {
         "device": torch.cuda.get_device_name(device) if cuda else cpu_name(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda if cuda else None,
         "cudnn": torch.backends.cudnn.version() if cuda else None,
-        "driver": smi.get("driver_version"),
+        "driver": driver_version(device) if cuda else None,
         "python": platform.python_version(),
-        "digest": digest,
+        "kernels": kernels,
+        "digest": source_digest(),
         "date": now(),
     }
-    if smi:
-        setup["nvidia_smi_at_start"] = smi
-    if not cuda:
-        setup["threads"] = torch.get_num_threads()
-    return setup
 
 
-def now() -> str:
-    """The time in UTC, to the second, in ISO 8601."""
-    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-
-
-def slug(device: torch.device) -> str:
-    """The name of a device's folder under results: 'NVIDIA H200' gives 'nvidia-h200'."""
-    if device.type != "cuda":
-        return device.type
-    name = torch.cuda.get_device_name(device).lower()
-    return re.sub(r"[^a-z0-9]+", "-", name).strip("-")
-
-
-def result_path(device: torch.device, name: str, out: str | None = None) -> Path:
-    """``out`` if given, otherwise results/<device>/<name>; creates the folder."""
-    path = Path(out) if out else RESULTS / slug(device) / name
+def result_path(device: torch.device, name: str) -> Path:
+    """results/<device>/<name>; creates the folder."""
+    path = RESULTS / results.slug(device) / name
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
 
 
 def read_json(path: Path) -> Json | None:
-    """The content of a result file, or None where there is none."""
+    """The content of a JSON file, or None if there is none."""
     return json.loads(path.read_text()) if path.is_file() else None
 
 
@@ -218,26 +161,9 @@ def write_json(path: Path, content: Json) -> None:
     os.replace(partial, path)
 
 
-@contextlib.contextmanager
-def exclusive(folder: Path) -> Iterator[None]:
-    """No other process is within this, of the same folder, at the same time."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
-
-
 def same_setup(a: Json, b: Json) -> bool:
-    """Whether two results come from the same device, versions and sources."""
+    """Whether two reports come from the same device, versions and sources."""
     return all(a.get(key) == b.get(key) for key in SAME_SETUP)
-
-
-def earlier(path: Path, setup: Json) -> Json:
-    """What a result file has of the same device, versions and sources, or {}."""
-    found = read_json(path)
-    return found if found and same_setup(found, setup) else {}
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -248,7 +174,8 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def add_device(parser: argparse.ArgumentParser, **more: Any) -> None:
-    """Add --device, by default the GPU where there is one. `more` is for add_argument."""
+    """Add --device, by default the GPU if there is one, and where results go. `more` is for
+    add_argument."""
     from flash_ext.__main__ import usable_device
 
     def chosen(text: str) -> str:
@@ -259,50 +186,21 @@ def add_device(parser: argparse.ArgumentParser, **more: Any) -> None:
 
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", type=chosen, default=default, **more)
+    results.add_output(parser)
 
 
-def progress(items: Iterable[T], total: int, what: str) -> Iterator[T]:
-    """Iterate with a progress bar: tqdm's where it is installed, otherwise a line of dots."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        for done, item in enumerate(items, 1):
-            yield item
-            print(f"\r{what}: {done}/{total}", end="", file=sys.stderr, flush=True)
-        print(file=sys.stderr)
-    else:
-        seconds = 0.1 if sys.stderr.isatty() else 5  # a log file needs few lines
-        yield from tqdm(items, total=total, desc=what, dynamic_ncols=True, mininterval=seconds)
-
-
-def say(line: str) -> None:
-    """Print a line without breaking a progress bar."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        print(line)
-    else:
-        tqdm.write(line)
-
-
-def first_line(error: BaseException) -> str:
-    """An exception as one short line for a result file."""
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"[:300]
-
-
-EXTRA_MEMORY = (
-    "Peak extra memory of one call: the most memory the allocator held for tensors during the "
-    "call, less what it held just before. Outputs and temporaries count, inputs do not; for a "
-    "backward call, what the forward call saved does not either."
-)
+def free_memory(device: torch.device) -> None:
+    """Give unused cached memory back to the device."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def peak_extra_memory(call: Callable[[], object], device: torch.device) -> int:
-    """Bytes of peak extra memory of one call, as defined by ``EXTRA_MEMORY``.
+    """The most bytes that the allocator held for tensors during a call, less what it held before.
 
-    On CUDA the caching allocator's own statistics. On CPU torch's profiler, which sees every
-    allocation and release of torch's CPU allocator.
+    Outputs and temporaries count, inputs do not; for a backward call, what the forward call saved
+    does not either. On CUDA the caching allocator's own statistics. On CPU torch's profiler, which
+    sees every allocation and release of torch's CPU allocator.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -322,10 +220,3 @@ def peak_extra_memory(call: Callable[[], object], device: torch.device) -> int:
         held += event.nbytes()
         peak = max(peak, held)
     return peak
-
-
-if __name__ == "__main__":
-    arguments = parser(__doc__)
-    arguments.add_argument("--digest", action="store_true", required=True)
-    arguments.parse_args()
-    print(source_digest())

@@ -1,4 +1,10 @@
-"""The source digest: it names what runs, not how it reads. Needs nothing but Python.
+"""The source digests: they name what runs, not how it reads. Need nothing but Python.
+
+    python benchmarks/digest.py             # of the kernels and of the package, a line each
+    python benchmarks/digest.py kernels     # one of them alone
+
+The kernels' digest is of csrc/ alone: a change of Python leaves the speed of kernels as it was. The
+package's is of csrc/, flash_ext/ and setup.py: tests and times of the host depend on all of it.
 
 C++ and CUDA files count as their tokens, Python files as their syntax tree without docstrings. So
 comments, docstrings, line breaks and blanks do not change the digest, and any other change of the
@@ -10,11 +16,13 @@ from __future__ import annotations
 import ast
 import hashlib
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = ("csrc", "flash_ext", "setup.py")
+KERNELS = ("csrc",)
+SOURCES = (*KERNELS, "flash_ext", "setup.py")
 CPP_SUFFIXES = {".cu", ".cuh", ".h", ".cpp"}
 
 CPP_TOKEN = re.compile(
@@ -97,11 +105,16 @@ def normalized(path: Path) -> str:
     return " ".join(cpp_tokens(text))
 
 
-def source_digest(root: Path = ROOT) -> str:
+def kernel_digest(root: Path = ROOT) -> str:
+    """Sixteen hex digits that name the code of the kernels and of what launches them."""
+    return source_digest(root, KERNELS)
+
+
+def source_digest(root: Path = ROOT, sources: tuple[str, ...] = SOURCES) -> str:
     """Sixteen hex digits that name the code of the kernels, the package and their build."""
     files = [
         path
-        for source in SOURCES
+        for source in sources
         for path in ([root / source] if source.endswith(".py") else (root / source).rglob("*"))
         if path.suffix in CPP_SUFFIXES | {".py"} and path.is_file() and not path.is_symlink()
     ]
@@ -110,3 +123,19 @@ def source_digest(root: Path = ROOT) -> str:
         content = hashlib.sha256(normalized(path).encode()).hexdigest()
         listing.update(f"{content}  {name}\n".encode())
     return listing.hexdigest()[:16]
+
+
+def main() -> None:
+    """Print the digests that are asked for."""
+    digests = {"kernels": kernel_digest, "package": source_digest}
+    for name in sys.argv[1:]:
+        if name not in digests:
+            sys.exit(f"{name!r} is neither of {', '.join(digests)}")
+        print(digests[name]())
+    if not sys.argv[1:]:
+        for name, digest in digests.items():
+            print(name, digest())
+
+
+if __name__ == "__main__":
+    main()

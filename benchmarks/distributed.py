@@ -16,8 +16,19 @@ installed. --train: a step of examples/train_long.py with this package, and with
 context_parallel. --brief leaves out what takes most of the time: the rows with collectives, and
 torch's flash backend.
 
-Results go to benchmarks/results/<device>/distributed.json, each as soon as it is there. A run with
-the same device, versions and source digest adds its results to that file or replaces them.
+Each rank is a process with one GPU. The providers are timed one after the other; before each call
+all ranks meet, and so do their GPUs. A call's time is that between CUDA events (on a CPU the wall
+clock) on the slowest rank, 'ms' the median of the rounds. A method and its kernels alone take
+turns, each right after the other equally often; if a round takes longer than --seconds, there are
+two, the second in the reverse order, since a GPU at its power limit gets slower. Backward is one
+torch.autograd.grad call on a graph that was built before. 'tflops' is per GPU: 4 H D FLOP a visible
+pair, 2.5 times that backward, over all ranks. 'kernels_ms' is the method's kernels alone, on the
+slowest rank and on keys that are there already, one call after the other, and 'share' that over
+'ms'. 'auto_ms' is what method='auto' takes in turns with a peer. 'peak_bytes' is the most memory a
+rank's allocator held during forward and backward, inputs included, 'shared_bytes' what it holds
+beside that for copies of the others. 'model_ms' is the cost model's time with this machine's
+measured kernels. torch's context_parallel is given as many KV heads as query heads if it refuses
+grouped ones: more K and V travel then. 'launch_bound' marks a call that the CPU may have delayed.
 """
 
 from __future__ import annotations
@@ -35,7 +46,7 @@ import statistics
 import sys
 import time
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -46,44 +57,21 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from common import Json, first_line, say
+from results import Recorder, add_output
 from timing import balanced_orders
 from torch import Tensor
 
 from flash_ext.integrations import distributed as cp
-from flash_ext.integrations.distributed import cost, local, methods, plan, request, symmetric
-from flash_ext.integrations.distributed.engines import Copy, CopyEngines, Staging
-from flash_ext.integrations.distributed.transport import Collectives, Pending, Transport
+from flash_ext.integrations.distributed import cost, local, methods, plan, symmetric
 
 sys.path.append(str(common.ROOT / "examples"))
 import train_long  # noqa: E402
 
 LENGTHS, CPU_LENGTHS = (32768, 131072, 1048576), (256,)
 DOCUMENT_TOKENS, CPU_DOCUMENT_TOKENS = 131072, 256
-PROJECTED_RANKS = (8, 16, 64, 256, 1024)
 MOST_ROUNDS, FEWEST_ROUNDS, WARM_UP = 20, 3, 2
-LONG = 4.0  # seconds of a call that is measured with its kernels alone
 AHEAD = 20_000_000  # cycles that the GPU waits, so that the host is ahead when a call begins
 TRAINED, STEPS = ("auto", "torch"), 5  # methods of train_long.py
-
-METHOD = (
-    "Each rank is a process with one GPU. The providers are timed one after the other; before "
-    "each call all ranks meet, and so do their GPUs. A call's time is that between CUDA events "
-    "(on a CPU the wall clock) on the slowest rank, 'ms' the median of the rounds. A method, its "
-    "kernels alone and the method without transfers take turns, each right after every other one "
-    "equally often; where a round takes longer than --seconds, there are two, the second in the "
-    "reverse order, since a GPU at its power limit gets slower. Backward is one "
-    "torch.autograd.grad call on a graph that was built before. "
-    "'tflops' is per GPU: 4 H D FLOP a visible pair, 2.5 times that backward, over all ranks. "
-    "'kernels_ms' is the method's kernels alone, on the slowest rank and on keys that are there "
-    "already, one call after the other, and 'share' that over 'ms'. 'silent_ms' is the whole "
-    "method with every transfer left out: what 'ms' has more of is communication that nothing "
-    "hides. 'auto_ms' is what method='auto' takes in turns with a peer. 'peak_bytes' is the most "
-    "memory a rank's allocator held during forward and backward, inputs included, 'shared_bytes' "
-    "what it holds beside that for copies of the others. 'model_ms' is the cost model's time with "
-    "this machine's measured kernels. torch's context_parallel is given as many KV heads as query "
-    "heads where it takes no grouped ones: more K and V travel then. 'launch_bound' marks a call "
-    "that the CPU may have delayed."
-)
 
 
 @dataclass(frozen=True)
@@ -149,76 +137,6 @@ class Provider:
 
 THEIRS = importlib.util.find_spec("flash_attn") is not None  # Is flash-attn installed?
 
-_arrived: dict[object, Tensor] = {}
-
-
-def arrived(like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Random numbers in place of what would arrive, the same ones whenever asked: garbage would
-    give lse values for which the backward pass takes a way that is slow."""
-    key = tuple(shape), like.dtype
-    if key not in _arrived:
-        _arrived[key] = torch.empty(shape, dtype=like.dtype, device=like.device).normal_()
-    return _arrived[key].data  # autograd need not know that it is written again
-
-
-class Silent(Collectives):
-    """Collectives that move nothing: results are wrong, and everything else takes its time."""
-
-    def _arriving(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
-        return arrived(like, shape)
-
-    def _begin(
-        self, what: str, collective: Callable[..., Any], *arguments: Any
-    ) -> Callable[[], object]:
-        return lambda: None
-
-    def _send(self, x: Tensor, by: int, what: str) -> Pending[Tensor]:
-        return Pending(what, [], lambda: self._arriving(x, x.shape))
-
-
-class SilentWindow:
-    """Memory of this rank alone, in place of that of all ranks: no barrier, no copies, and what
-    kernels fetch comes from here."""
-
-    def __init__(self, rank: int, ranks: int, device: torch.device, capacity: int) -> None:
-        self.rank = rank
-        numbers = torch.empty(capacity // 2, dtype=torch.bfloat16, device=device).normal_()
-        self.buffers = [numbers.view(torch.uint8)] * ranks
-
-    def follow(self) -> None:
-        pass
-
-    def drain(self) -> None:
-        pass
-
-    def meet(self) -> None:
-        pass
-
-    def mark(self) -> Callable[[Sequence[Copy]], Callable[[], object]]:
-        return lambda copies: lambda: None
-
-
-class SilentEngines(CopyEngines):
-    """Copy engines that move nothing."""
-
-    def _arriving(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
-        return arrived(like, shape)
-
-
-_silent_staging: dict[tuple[int, int], Staging] = {}
-
-
-def silent(
-    name: str, device: torch.device, group: dist.ProcessGroup, shards: cp.Sharding
-) -> Transport:
-    """The transport that `symmetric.make` makes, without transfers."""
-    if not symmetric.has_engines(name, group, device):
-        return Silent(group, shards)
-    rank = dist.get_rank(group)
-    opens = partial(SilentWindow, rank, shards.ranks, device)
-    staging = _silent_staging.setdefault((rank, shards.ranks), Staging(opens))
-    return SilentEngines(staging, shards, rank)
-
 
 class Ranks:
     """This rank's part of a cell: inputs, and everything that providers share."""
@@ -242,10 +160,8 @@ class Ranks:
         return leaves, torch.randn(1, rows, shape.heads_q, shape.dim, **like)
 
 
-def ours(
-    ranks: Ranks, method: str, layout: str, transport: str = "auto", moves: bool = True
-) -> Provider:
-    """A method of this package. `moves`: with its transfers."""
+def ours(ranks: Ranks, method: str, layout: str, transport: str = "auto") -> Provider:
+    """A method of this package."""
     cell = ranks.cell
     packed = cell.documents is not None
     group: Any = None
@@ -261,27 +177,15 @@ def ours(
 
     def forward() -> Tensor:
         tensors = [x[0] for x in leaves] if packed else leaves
-        with contextlib.nullcontext() if moves else without_transfers():
-            out = cp.attention(
-                *tensors, causal=True, method=method, layout=layout, group=group,
-                cu_seqlens=cell.documents, seqlen=cell.rows, transport=transport,
-            )  # fmt: skip
+        out = cp.attention(
+            *tensors, causal=True, method=method, layout=layout, group=group,
+            cu_seqlens=cell.documents, seqlen=cell.rows, transport=transport,
+        )  # fmt: skip
         return out[None] if packed else out
 
     engines = symmetric.has_engines(transport, dist.group.WORLD, ranks.device)
     facts = {"transport": "copy_engines" if engines else "collectives"}
     return Provider(title(name, layout, transport), forward, tuple(leaves), dout, facts=facts)
-
-
-@contextlib.contextmanager
-def without_transfers() -> Iterator[None]:
-    """Let methods be built with transports that move nothing."""
-    make = request.make
-    request.make = silent
-    try:
-        yield
-    finally:
-        request.make = make
 
 
 class Kernels:
@@ -497,28 +401,24 @@ def measure(
     clock: Clock,
     cell: Cell,
     backward: bool,
-    beside: Callable[[float], dict[str, Provider | Kernels]] = lambda seconds: {},
+    beside: Callable[[], dict[str, Provider | Kernels]] = dict,
 ) -> Json:
-    """Times, memory and rates of one provider, and times of what `beside` makes of the seconds of a
-    first call: by turns."""
+    """Times, memory and rates of one provider, and times of what `beside` makes: by turns."""
     result: Json = {"provider": provider.name, **provider.facts}
     passes = ("forward", "backward") if backward else ("forward",)
     if clock.cuda:
         torch.cuda.reset_peak_memory_stats()
-    clock.meet()
-    start = time.monotonic()
     with provider.around():
         out = provider.forward()
         if backward:
             provider.backward_of(out)()
         del out
     clock.meet()
-    first = clock.slowest(time.monotonic() - start)
     if clock.cuda:
         result["peak_bytes"] = int(clock.slowest(torch.cuda.max_memory_allocated()))
         if provider.facts.get("transport") == "copy_engines":
             result["shared_bytes"] = symmetric.capacity(dist.group.WORLD)
-    every: dict[str, Provider | Kernels] = {"ms": provider} | beside(first)
+    every: dict[str, Provider | Kernels] = {"ms": provider} | beside()
     for which in passes:
         with provider.around():
             if which == "forward":
@@ -535,18 +435,6 @@ def measure(
         if "kernels_ms" in found:
             result[which]["share"] = found["kernels_ms"] / seconds
     return result
-
-
-def parts_of(
-    ranks: Ranks, method: str, layout: str, transport: str, seconds: float
-) -> dict[str, Provider | Kernels]:
-    """What is timed beside a method: its kernels, and where it does not take long, `seconds` for
-    forward and backward, the method without transfers."""
-    kernels = Kernels(ranks, layout, method == "ulysses")
-    found: dict[str, Provider | Kernels] = {"kernels_ms": kernels}
-    if seconds < LONG:
-        found["silent_ms"] = ours(ranks, method, layout, transport, moves=False)
-    return found
 
 
 def call_of(cell: Cell) -> cost.Call:
@@ -569,11 +457,6 @@ def machine_with(
     return replace(machine, forward=forward, backward=backward or machine.backward)
 
 
-def auto_beside(ranks: Ranks, seconds: float) -> dict[str, Provider | Kernels]:
-    """What is timed beside a peer, however long it takes."""
-    return {"auto_ms": ours(ranks, "auto", "zigzag")}
-
-
 def add_model(result: Json, method: str, cell: Cell, device: torch.device) -> None:
     """The cost model's times beside the measured ones."""
     times = {n: result[n]["kernels_ms"] * 1e-3 for n in ("forward", "backward") if n in result}
@@ -587,9 +470,7 @@ def add_model(result: Json, method: str, cell: Cell, device: torch.device) -> No
 
 
 def free_memory(device: str) -> None:
-    """Give back what nobody holds, and forget how much was held."""
-    _arrived.clear()
-    _silent_staging.clear()
+    """Give back what is unused, and forget how much was held."""
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
@@ -612,12 +493,13 @@ def run_cell(ranks: Ranks, args: argparse.Namespace, end: float) -> Iterator[Jso
         try:
             provider = make()
             method, _, layout = provider.name.partition(" ")
-            layout, _, transport = layout.partition(", ")
             if method in cp.METHODS:
-                beside = partial(parts_of, ranks, method, layout, transport or "auto")
+                layout = layout.partition(", ")[0]
+                kernels = Kernels(ranks, layout, method == "ulysses")
+                beside: Json = {"kernels_ms": kernels}
             else:
-                beside = partial(auto_beside, ranks)
-            result = measure(provider, clock, cell, args.backward, beside)
+                beside = {"auto_ms": ours(ranks, "auto", "zigzag")}
+            result = measure(provider, clock, cell, args.backward, lambda b=beside: b)
             if method in cp.METHODS:
                 add_model(result, method, cell, device)
         except Exception as wrong:  # a peer that is absent or cannot, on every rank
@@ -626,46 +508,6 @@ def run_cell(ranks: Ranks, args: argparse.Namespace, end: float) -> Iterator[Jso
             result = {"provider": name, "error": error}
         keys = {"kind": cell.kind, "rows": cell.rows, "ranks": cell.ranks}
         yield keys | asdict(cell.shape) | result
-
-
-def line_of(result: Json) -> str:
-    """A result for the terminal."""
-    head = f"{result['kind']} {result['rows']:>8,} on {result['ranks']}  {result['provider']:<34}"
-    if "error" in result:
-        return f"{head}left out: {result['error']}"
-    if "losses" in result:
-        return f"{head}{result['tokens_per_second']:,.0f} tokens/s, loss {result['losses'][-1]:.3f}"
-    parts = []
-    for name in ("forward", "backward"):
-        if name in result:
-            x = result[name]
-            share = f" share {x['share']:.3f}" if "share" in x else ""
-            share += " launch-bound" if "launch_bound" in x else ""
-            parts.append(f"{name} {x['ms']:9.3f} ms {x['tflops']:6.1f} TFLOP/s{share}")
-    return head + "  ".join(parts)
-
-
-def projection(results: list[Json]) -> list[Json]:
-    """What the model says of more ranks, from the largest measured cells' kernels."""
-    measured = [x for x in results if x["kind"] == "causal" and "share" in x.get("forward", {})]
-    found = []
-    for rows in sorted({x["rows"] for x in measured}):
-        best = next(x for x in measured if x["rows"] == rows)
-        shape = Shape(best["heads_q"], best["heads_k"], best["dim"])
-        cell = Cell("causal", rows, best["ranks"], shape)
-        times = {n: best[n]["kernels_ms"] * 1e-3 for n in ("forward", "backward") if n in best}
-        machine = machine_with(times, cell, torch.device("cpu"))
-        for ranks in PROJECTED_RANKS:
-            links = cost.ENGINES if ranks <= 8 else cost.MANY_HOSTS
-            there = replace(machine, link=links.link, latency=links.latency, memory=links.memory)
-            call = call_of(replace(cell, ranks=ranks))
-            estimates = {m: cost.estimate(m, call, there) for m in cp.METHODS}
-            found.append({
-                "rows": rows, "ranks": ranks,
-                "methods": {m: {"ms": e.total * 1e3, "share": e.kernels / e.total}
-                            for m, e in estimates.items()},
-            })  # fmt: skip
-    return found
 
 
 # ------------------------------------------------------------------------------------- processes
@@ -701,7 +543,6 @@ def work(
         for result in run_cell(Ranks(cell, device, dtype), args, end):
             found.append(result)
             if first:
-                say(line_of(result))
                 store(found)
     clock = Clock(device, args.seconds)
     for method in TRAINED if args.train else ():
@@ -711,7 +552,6 @@ def work(
             break
         found.append(training(method, args.device))
         if first:
-            say(line_of(found[-1]))
             store(found)
     return found
 
@@ -742,33 +582,27 @@ def failed(found: list[Json]) -> int:
     return int(any(name in ("auto", *cp.METHODS) for name in names))
 
 
-class ResultFile:
-    """The result file, with what an earlier run of the same setup left there."""
+class Results:
+    """The results, each written as soon as it is there."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         device = torch.device(args.device)
-        self.path = common.result_path(device, "distributed.json", args.out)
-        self._result = common.describe_setup(device) | {"method": METHOD}
-        self._before: list[Json] = common.earlier(self.path, self._result).get("cells", [])
+        self.recorder = Recorder("distributed", common.describe_setup(device), args)
 
     def write(self, found: list[Json]) -> None:
-        """The earlier results, those that were measured again replaced."""
-
-        def key(x: Json) -> tuple[object, ...]:
-            return tuple(x[k] for k in ("kind", "rows", "ranks", "provider"))
-
-        measured = {key(x) for x in found}
-        self._result["cells"] = [x for x in self._before if key(x) not in measured] + found
-        self._result["projection"] = projection(self._result["cells"])
-        common.write_json(self.path, self._result)
+        """The last of those that there are."""
+        names = ("kind", "rows", "ranks", "provider", "heads_q", "heads_k", "dim", "layers",
+                 "heads", "kv_heads", "width")  # fmt: skip
+        cell = {name: found[-1][name] for name in names if name in found[-1]}
+        self.recorder.add(cell, {n: x for n, x in found[-1].items() if n not in names})
 
 
 def work_and_write(args: argparse.Namespace) -> int:
-    """`work`, with the result file; then the group ends. 1 if a method of this package failed."""
+    """`work`, with the results; then the group ends. 1 if a method of this package failed."""
     if dist.get_rank() == 0:
-        file = ResultFile(args)
-        found = work(args, file.write)
-        say(f"written: {file.path}")
+        results = Results(args)
+        found = work(args, results.write)
+        results.recorder.close()
     else:
         found = work(args)
     dist.destroy_process_group()
@@ -808,7 +642,7 @@ def parse(given: list[str] | None = None) -> argparse.Namespace:
     add("--minutes", type=float, default=math.inf, help="begin nothing later than that")
     add("--seconds", type=float, default=4.0, help="for the rounds of a provider in a cell")
     add("--timeout", type=float, default=120.0, help="seconds until a collective that hangs ends")
-    add("--out", help="the result file")
+    add_output(parser)
     return parser.parse_args(given)
 
 

@@ -1,7 +1,11 @@
 """A small GPT, trained in bfloat16 and evaluated in bfloat16 and in FP8.
 
-What train.py --fp8 measures. The model, its data and its training are those of
-examples/train_gpt.py.
+    python benchmarks/fp8_model.py                 # over a minute on an H200
+    python benchmarks/fp8_model.py --device cpu    # a smoke test
+
+The byte-level GPT of examples/train_gpt.py, trained with flash_ext's bfloat16 attention on the
+first part of the text. Then its loss, in nats a byte, on the rest, which training did not see: the
+same weights and the same bytes, under bfloat16 autocast, where only attention differs.
 """
 
 from __future__ import annotations
@@ -9,13 +13,13 @@ from __future__ import annotations
 import itertools
 import statistics
 import sys
-import time
 from collections.abc import Iterator
 
 import common
 import torch
-from common import Finding, Json
+from common import Json
 from fp8_inputs import METHODS, PER_TENSOR
+from results import Recorder
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -24,13 +28,6 @@ from flash_ext import fp8
 sys.path.append(str(common.ROOT / "examples"))
 import train_gpt  # noqa: E402
 
-METHOD = (
-    "The byte-level GPT of examples/train_gpt.py, trained with flash_ext's bfloat16 attention on "
-    "the first part of the text. Then its loss, in nats a byte, on the rest, which training did "
-    "not see: the same weights and the same bytes, under bfloat16 autocast, where only attention "
-    "differs."
-)
-LIMIT = 1e-2  # of the difference from bfloat16, relative to its loss
 BFLOAT16, SDPA, FP8 = "flash_ext, bfloat16", "SDPA, bfloat16", "flash_ext.fp8.attention"
 QK_IN_FP8 = "the same, q and k in FP8"
 OURS = (BFLOAT16, FP8, QK_IN_FP8)
@@ -81,9 +78,8 @@ def evaluate(
     return float(torch.stack(losses).double().mean())
 
 
-def measure(config: Config) -> Json:
-    """Train, then evaluate with every attention."""
-    started = time.monotonic()
+def measure(config: Config) -> tuple[Json, Json]:
+    """Train, then evaluate with every attention: the cell and its result."""
     text = train_gpt.standard_library(config.megabytes)
     seen = int(len(text) * (1 - HELD_OUT))
     with torch.device(config.device):  # the weights are drawn there
@@ -91,56 +87,44 @@ def measure(config: Config) -> Json:
     batches = train_gpt.batches(text[:seen], config)
     losses = [training.step(chunk) for chunk in itertools.islice(batches, config.steps)]
     chunks = list(held_out(text[seen:], config))
-    results: dict[str, Json] = {}
+    found: dict[str, Json] = {}
     for name, attention in ATTENTIONS.items():
         try:
-            results[name] = {"loss": evaluate(training.model, attention, chunks, config)}
+            found[name] = {"loss": evaluate(training.model, attention, chunks, config)}
         except Exception as error:
-            results[name] = {"skipped": common.first_line(error)}
-    base = results[BFLOAT16].get("loss")
-    for result in results.values():
+            found[name] = {"skipped": common.first_line(error)}
+    base = found[BFLOAT16].get("loss")
+    for result in found.values():
         if base and "loss" in result:
             result["difference"] = float(f"{result['loss'] / base - 1:.4g}")
             result["loss"] = round(result["loss"], 6)
-    return {
-        "d": config.width // config.heads,
-        "layers": config.layers,
-        "heads": config.heads,
-        "width": config.width,
-        "seqlen": config.seq,
-        "batch": config.batch,
-        "steps": config.steps,
+    cell = {
+        "d": config.width // config.heads, "layers": config.layers, "heads": config.heads,
+        "width": config.width, "seqlen": config.seq, "batch": config.batch, "steps": config.steps,
+    }  # fmt: skip
+    return cell, {
         "bytes": sum(chunk[:, 1:].numel() for chunk in chunks),
         "first_loss": round(float(losses[0]), 4),
         "last_loss": round(statistics.fmean(float(x) for x in losses[-10:]), 4),
-        "attentions": results,
-        "seconds": round(time.monotonic() - started, 1),
+        "attentions": found,
     }
 
 
-def findings(models: list[Json]) -> Iterator[Finding]:
-    """The goal, for each model."""
-    for model in models:
-        result = model["attentions"][FP8]
-        goal = (
-            f"a trained GPT, d {model['d']}: loss with {FP8} within {LIMIT:g} of"
-            " bfloat16's, relative"
-        )
-        found = result.get("difference")
-        if found is None:
-            yield Finding(goal, result["skipped"], None)
-        else:
-            yield Finding(goal, f"{found:+.1e}", abs(found) <= LIMIT)
+def main() -> int:
+    """Run; the exit status is 1 if an attention of flash_ext failed."""
+    parser = common.parser(__doc__)
+    common.add_device(parser)
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    device = torch.device(args.device)
+    recorder = Recorder("fp8_model", common.describe_setup(device), args)
+    failed = False
+    for config in GPU if device.type == "cuda" else CPU:
+        line = recorder.add(*measure(config))
+        failed |= any("skipped" in line["result"]["attentions"][name] for name in OURS)
+    recorder.close()
+    return int(failed)
 
 
-def print_results(models: list[Json]) -> None:
-    """All of it, in lines."""
-    for m in models:
-        print(f"\n{m['layers']} layers, {m['heads']} heads of {m['d']}, S {m['seqlen']}: trained"
-              f" {m['steps']} steps from loss {m['first_loss']:.3f} to {m['last_loss']:.3f};"
-              f" evaluated on {m['bytes']} other bytes")  # fmt: skip
-        for name, r in m["attentions"].items():
-            text = r.get("skipped") or f"{r['loss']:.5f}  {r['difference']:+.2e}"
-            print(f"  {name:<32}{text}")
-    for finding in findings(models):
-        print(finding)
+if __name__ == "__main__":
+    sys.exit(main())

@@ -174,10 +174,10 @@ class CudnnFp8(Fp8Provider):
 
 
 FP8_PROVIDERS: tuple[Fp8Provider, ...] = (
-    Fp8Variant("fa3_fp8", "flash_ext fa3, FP8"),
-    Fp8Variant("fa3_fp8_tensor", "flash_ext fa3, FP8, one scale per tensor", blocks=False),
-    Fp8Variant("fa3_int8", "flash_ext fa3, q and k in int8", int8=True),
-    CudnnFp8("cudnn_fp8", "cuDNN, FP8", limits=(1e-1, 3e-1)),  # its output is rounded as well
+    Fp8Variant("fa3_fp8"),
+    Fp8Variant("fa3_fp8_tensor", blocks=False),
+    Fp8Variant("fa3_int8", int8=True),
+    CudnnFp8("cudnn_fp8", limits=(1e-1, 3e-1)),  # its output is rounded as well
 )
 
 

@@ -10,16 +10,13 @@ with the call: 'ratio' is its time over the call's, 1 where the call is as fast.
 torch's sum: before a call L2 is filled with writes, so what only reads has these written to memory
 beside its own bytes, while of a copy's bytes half are writes, of which as many stay in L2.
 
-Results go to benchmarks/results/<device>/fp8_quantize.json. No call is timed before its first rows
-agree with the CPU kernels.
+No call is timed before its first rows agree with the CPU kernels.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +24,8 @@ from typing import Any
 import common
 import torch
 from common import Json
-from timing import METHOD, Timer
+from results import Recorder
+from timing import Timer
 from torch import Tensor
 
 from flash_ext import fp8
@@ -134,8 +132,6 @@ def measure(kind: Kind, shape: tuple[int, ...], timer: Timer, min_time: float) -
     summaries = {name: s.summary() for name, s in samples.items()}
     ms, peer_ms = (float(summaries[name]["ms"]) for name in calls)
     return {
-        "method": kind.name,
-        **dict(zip(("batch", "seqlen", "heads", "d"), shape, strict=True)),
         "bytes": size,
         **summaries["call"],
         "peer": kind.peer,
@@ -146,48 +142,24 @@ def measure(kind: Kind, shape: tuple[int, ...], timer: Timer, min_time: float) -
     }
 
 
-def parse() -> argparse.Namespace:
-    """The command line."""
-    parser = common.parser(__doc__)
-    common.add_device(parser)
-    add = parser.add_argument
-    add("--min-time", type=float, default=0.05, help="seconds for each call")
-    add("--out", help="result file, default benchmarks/results/<device>/fp8_quantize.json")
-    return parser.parse_args()
-
-
 def main() -> int:
     """Run; on a GPU the exit status is 1 if a kind is slower than ``LIMIT``."""
-    args = parse()
-    started = time.monotonic()
+    parser = common.parser(__doc__)
+    common.add_device(parser)
+    parser.add_argument("--min-time", type=float, default=0.05, help="seconds for each call")
+    args = parser.parse_args()
     device = torch.device(args.device)
     torch.manual_seed(0)
     timer = Timer(device)
-    shapes = GPU_SHAPES if device.type == "cuda" else CPU_SHAPES
-    result = common.describe_setup(device) | {
-        "definition": __doc__.split("\n\n", 1)[1] if __doc__ else "",
-        "method": METHOD,
-        "limit": LIMIT,
-    }
-    jobs = [(kind, shape) for shape in shapes for kind in KINDS]
-    rows = [
-        measure(kind, shape, timer, args.min_time)
-        for kind, shape in common.progress(jobs, len(jobs), "fp8_quantize")
-    ]
-    result |= {"rows": rows, "seconds": round(time.monotonic() - started, 1)}
-    path = common.result_path(device, "fp8_quantize.json", args.out)
-    common.write_json(path, result)
-
-    print(f"{result['device']}, torch {result['torch']}, source {result['digest']}")
-    print(f"  {'shape':<22}{'kind':<36}{'ms':>9}{'GB/s':>9}{'peer':>9}{'ratio':>8}")
-    for row in rows:
-        shape = " x ".join(str(row[name]) for name in ("batch", "seqlen", "heads", "d"))
-        print(f"  {shape:<22}{row['method']:<36}{row['ms']:>9.4f}{row['gbps']:>9.0f}"
-              f"{row['peer_gbps']:>9.0f}{row['ratio']:>8.2f}")  # fmt: skip
-    slow = [row for row in rows if row["ratio"] < LIMIT]
-    print(f"\nwritten: {path}, after {result['seconds']:.0f} s")
+    recorder = Recorder("fp8_quantize", common.describe_setup(device), args)
+    for shape in GPU_SHAPES if device.type == "cuda" else CPU_SHAPES:
+        for kind in KINDS:
+            cell = dict(zip(("batch", "seqlen", "heads", "d"), shape, strict=True))
+            recorder.add({"method": kind.name} | cell, measure(kind, shape, timer, args.min_time))
+    recorder.close()
+    slow = sum(line["result"]["ratio"] < LIMIT for line in recorder.lines)
     if device.type == "cuda" and slow:
-        print(f"{len(slow)} of {len(rows)} run at less than {LIMIT:.0%} of their peer's speed")
+        print(f"{slow} of {len(recorder.lines)} run at less than {LIMIT:.0%} of their peer's speed")
         return 1
     return 0
 

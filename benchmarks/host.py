@@ -1,7 +1,15 @@
-"""compare.py --host: what a call costs the CPU, by providers and by ways to call flash_ext."""
+"""What a call costs the CPU, by providers and by ways to call flash_ext.
+
+    python benchmarks/host.py                      # under a minute
+    python benchmarks/host.py --variants fa3 --peers cudnn
+
+On tensors so small that the GPU's work is nothing: forward without gradients, and forward and
+backward through autograd; both eager and under torch.compile.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import FunctionType
@@ -10,25 +18,20 @@ from typing import Any
 import common
 import torch
 from common import Json
-from providers import PEERS, Provider, Workload
-from timing import HOST_METHOD, Around, Timer
+from providers import PEERS, Provider, Workload, collect, command_line, running, variant
+from results import Recorder
+from timing import Around, Timer
 from torch import Tensor
-from torch.nn.attention import SDPBackend
 
 import flash_ext
 from flash_ext.flash_attn import flash_attn_func, flash_attn_varlen_func
 from flash_ext.integrations import sdpa
 
-SDPA = "sdpa"  # the row with which all others are compared
+SDPA = "sdpa"
 WINDOW = 64
 SHAPE = (1, 128, 4, 64)
 PEERS_TIMED = ("flash", "cudnn", "flash_attn_4")
-ROWS = {
-    "forward": "providers",
-    "forward and backward": "with_backward",
-    "forward, compiled": "compiled",
-    "forward and backward, compiled": "compiled_with_backward",
-}
+FORWARD, BOTH, COMPILED = "forward", "forward and backward", ", compiled"
 
 
 @dataclass(frozen=True)
@@ -58,11 +61,8 @@ def bare_node(forward: Any, backward: Any) -> Any:
 
 
 def providers(device: torch.device, rows: int) -> list[Provider]:
-    """Of tensors (1, rows, H, D). SDPA's own choice of a backend first."""
-    q = torch.zeros(1, 4, rows, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
-    backend = SDPBackend(torch._fused_sdp_choice(q, q, q, is_causal=True)).name.lower()
-    label = f"SDPA ({backend.removesuffix('_attention')})"
-    by_itself = replace(PEERS["flash"](), name=SDPA, label=label, around=Provider.around)
+    """Ways to call, on tensors (1, rows, H, D). SDPA's own choice of a backend first."""
+    by_itself = replace(PEERS["flash"](), name=SDPA, around=Provider.around)
     offsets = torch.tensor([0, rows], dtype=torch.int32, device=device)
     fwd, bwd = torch.ops.flash_ext.fwd.default, torch.ops.flash_ext.bwd.default
     options = {"causal": True, "window_left": WINDOW}
@@ -82,12 +82,12 @@ def providers(device: torch.device, rows: int) -> list[Provider]:
 
     return [
         by_itself,
-        replace(by_itself, name="activated", label="SDPA, activated", around=sdpa.activated),
-        Provider("window", "attention, window", window),
-        Packed("varlen", "attention_varlen", varlen),
-        Provider("flash_attn_func", "flash_attn_func", drop_in),
-        Packed("flash_attn_varlen_func", "flash_attn_varlen_func", drop_in_varlen),
-        Provider("bare_node", "a bare autograd.Function", lambda q, k, v, causal: node(q, k, v)),
+        replace(by_itself, name="activated", around=sdpa.activated),
+        Provider("window", window),
+        Packed("varlen", varlen),
+        Provider("flash_attn_func", drop_in),
+        Packed("flash_attn_varlen_func", drop_in_varlen),
+        Provider("bare_node", lambda q, k, v, causal: node(q, k, v)),
     ]
 
 
@@ -130,34 +130,31 @@ def calls(timer: Timer, providers: list[Provider]) -> tuple[Json, Json]:
     )
 
 
-def measure(timer: Timer, plain: list[Provider]) -> Json:
-    """The CPU's time for one call of every provider, by ROWS."""
-    ways = providers(timer.device, SHAPE[1])
-    eager, eager_step = calls(timer, [*ways, *plain])
-    compiled, compiled_step = calls(timer, [compiled_provider(p) for p in plain])
-    return {
-        "method": HOST_METHOD,
-        "shape": SHAPE,
-        "labels": {p.name: p.label for p in ways},
-        "providers": eager,
-        "with_backward": eager_step,
-        "compiled": compiled,
-        "compiled_with_backward": compiled_step,
-    }
+def measure(timer: Timer, plain: list[Provider]) -> dict[str, Json]:
+    """The CPU's time for one call of every provider, by what the call is."""
+    eager = calls(timer, [*providers(timer.device, SHAPE[1]), *plain])
+    compiled = calls(timer, [compiled_provider(p) for p in plain])
+    names = (FORWARD, BOTH, FORWARD + COMPILED, BOTH + COMPILED)
+    return dict(zip(names, (*eager, *compiled), strict=True))
 
 
-def show(times: Json, labels: dict[str, str]) -> None:
-    """One line per provider, with its time over those of SDPA's choice and its flash backend."""
-    labels = labels | times["labels"]
-    bases = (SDPA, "flash")
-    for what, results in ROWS.items():
-        print(f"host time per call, {what}, (B, S, H, D) = {tuple(times['shape'])}")
-        for name, r in times[results].items():
-            value = f" not measured: {r.get('skipped')}"
-            if "us" in r:
-                value = f"{r['us']:8.1f} us ({r['q1_us']:.1f} - {r['q3_us']:.1f})"
-                for base in bases:
-                    if "us" in times[results].get(base, {}):
-                        ratio = r["us"] / times[results][base]["us"]
-                        value += f"  {ratio:.3f} x {labels.get(base, base)}"
-            print(f"  {labels.get(name, name):<26}{value}")
+def main() -> int:
+    """Run; the exit status is 1 if a variant of flash_ext failed."""
+    args = command_line(__doc__, PEERS_TIMED).parse_args()
+    device = torch.device(args.device)
+    torch.manual_seed(0)
+    names = args.variants or running(device)
+    found, missing = collect(names, args.peers)
+    recorder = Recorder("host", common.describe_setup(device), args)
+    for what, times in measure(Timer(device), [variant("auto"), *found]).items():
+        cell = dict(zip(("batch", "seqlen", "heads", "d"), SHAPE, strict=True))
+        recorder.add({"call": what} | cell, {"providers": times})
+    for name, reason in missing.items():
+        print(f"  not importable: {name}: {reason}")
+    recorder.close()
+    return int(any("skipped" in line["result"]["providers"][n]
+                   for line in recorder.lines for n in names))  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

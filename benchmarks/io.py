@@ -15,9 +15,7 @@ memory of one CTA as the GPU reports it; a bound of this form holds if sm / thet
 Each call starts with an L2 full of other data and is followed by a pass that drives its own results
 out of L2, whose own writes are taken off again: so 'hbm' holds all that the call reads and writes,
 with the caches as they are in use. Times are taken without the profiler, as in compare.py. Standard
-attention is left out where the GPU has no room for its N x N matrices.
-
-Results go to benchmarks/results/<device>/io.json.
+attention is left out if the GPU has no room for its N x N matrices.
 """
 
 from __future__ import annotations
@@ -30,12 +28,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import common
+import results
 import torch
 from cells import Cell
 from common import Json
@@ -199,7 +197,7 @@ def provider(method: str) -> Provider:
         def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
             return flash_ext.attention(q, k, v, causal=causal, softcap=2000.0, variant="fa3")
 
-        return Provider(SOFTCAP, f"flash_ext {SOFTCAP}", attend)
+        return Provider(SOFTCAP, attend)
     return (VARIANTS | PEERS)[method]()
 
 
@@ -333,59 +331,42 @@ def parse() -> argparse.Namespace:
     parser = common.parser(__doc__)
     add = parser.add_argument
     add("--s", nargs="*", type=int, default=list(SEQLENS), help="sequence lengths")
-    add("--out", help="result file, default benchmarks/results/<device>/io.json")
     add("--child", help=argparse.SUPPRESS)
+    results.add_output(parser)
+    parser.set_defaults(device="cuda")
     return parser.parse_args()
 
 
 def main() -> int:
-    """Run; the exit status is 1 where the counters could not be read."""
+    """Run; the exit status is 1 if the counters could not be read: then nothing is written."""
     args = parse()
     if args.child:
         child([Case(**c) for c in json.loads(Path(args.child).read_text())])
         return 0
     if not torch.cuda.is_available():
         raise SystemExit("io.py counts a GPU's bytes, and there is none here")
-    started = time.monotonic()
     device = torch.device("cuda")
     torch.manual_seed(0)
     properties = torch.cuda.get_device_properties(device)
     wanted = cases(args.s, ["standard", *running(device)])
     asked = [case for case in wanted if runs(case, properties.total_memory)]
-    result = common.describe_setup(device) | {
-        "definition": __doc__.split("\n\n", 1)[1] if __doc__ else "",
-        "l2_bytes": properties.L2_cache_size,
-        "ceilings": ceilings(device),
-        "labels": {m: provider(m).label for m in dict.fromkeys(c.method for c in asked)},
-    }
-    rows = [asdict(c) | {"model": model(c)} | t
-            for c, t in zip(asked, timed(asked, device), strict=True)]  # fmt: skip
-    failure = None
+    recorder = results.Recorder("io", common.describe_setup(device), args)
+    limits = {"l2_bytes": properties.L2_cache_size} | ceilings(device)
+    times = timed(asked, device)
     try:
-        for row, case, counts in zip(rows, asked, count(asked), strict=True):
-            row |= counts | {"theta": round(theta(case, counts["shared_bytes"]))}
+        counted = count(asked)
     except RuntimeError as error:
-        failure = str(error)
-        result["not_counted"] = failure
-    result |= {"cases": rows, "seconds": round(time.monotonic() - started, 1)}
-    path = common.result_path(device, "io.json", args.out)
-    if failure and any("sm" in case for case in (common.read_json(path) or {}).get("cases", ())):
-        print(f"NOT COUNTED: {failure}\n{path} is left as it was")
+        print(f"NOT COUNTED: {error}")
         return 1
-    common.write_json(path, result)
-    print(f"{result['device']}, torch {result['torch']}, source {result['digest']}; MB")
-    print(f"  {'':<38}{'HBM read':>10}{'written':>10}{'SM':>10}{'model':>10}"
-          f"{'sm/model':>10}{'sm/theta':>10}{'M, KiB':>8}{'ms':>9}")  # fmt: skip
-    for row in rows if failure is None else ():
-        name = f"{row['method']} {row['direction']} d {row['d']} S {row['seqlen']} H {row['heads']}"
-        sizes = (row["hbm_read"], row["hbm_written"], row["sm"], row["model"])
-        print(f"  {name:<38}" + "".join(f"{x / 1e6:>10.1f}" for x in sizes)
-              + f"{row['sm'] / row['model']:>10.2f}{row['sm'] / row['theta']:>10.2f}"
-              f"{row['shared_bytes'] / 1024:>8.0f}{row['ms']:>9.3f}")  # fmt: skip
-    print(f"\nwritten: {path}, after {result['seconds']:.0f} s")
-    if failure:
-        print(f"NOT COUNTED: {failure}")
-    return 1 if failure else 0
+    recorder.add({"limits": True}, limits)
+    for case, time, counts in zip(asked, times, counted, strict=True):
+        found = {"model": model(case), "theta": round(theta(case, counts["shared_bytes"]))}
+        line = recorder.add(asdict(case), time | counts | found)["result"]
+        hbm = f"{line['hbm_read'] / 1e6:.1f} + {line['hbm_written'] / 1e6:.1f} MB"
+        by_loops, bound = (line["sm"] / line[name] for name in ("model", "theta"))
+        print(f"  HBM {hbm}, sm / model {by_loops:.2f}, sm / theta {bound:.2f}")
+    recorder.close()
+    return 0
 
 
 if __name__ == "__main__":

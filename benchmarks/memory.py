@@ -6,8 +6,7 @@
 For each variant the growth is fitted: the exponent is the slope of log(bytes) over log(S), and
 must stay under 1.1 (the papers' O(N) extra memory); standard attention's is near 2. A method stops
 where it runs out of memory ('stopped'), at the longest S, or where a call would take longer than
---limit seconds ('slow'): what grows linearly here grows quadratically in time. Results go to
-benchmarks/results/<device>/memory.json.
+--limit seconds ('slow'): what grows linearly here grows quadratically in time.
 """
 
 from __future__ import annotations
@@ -24,14 +23,11 @@ import common
 import torch
 from common import Json
 from providers import Provider, Refused, Workload, collect, command_line, running
+from results import Recorder
 
 EXPONENT_LIMIT = 1.1
 PEERS_ASKED = ("flash", "cudnn", "efficient", "standard")
-DIRECTIONS = {
-    "forward": "one forward call without gradients",
-    "backward": "one backward call, on a graph that was built before",
-    "both": "a forward call and its backward call, with what is saved between them",
-}
+DIRECTIONS = ("forward", "backward", "both")  # both: with what is saved between the two
 
 
 class Growth(NamedTuple):
@@ -97,8 +93,7 @@ def measure(
         finally:
             call = None
             del work
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+            common.free_memory(device)
     growth = fit(points)._asdict() if len(points) > 1 else {}
     return {"bytes": points, **growth, **ends}
 
@@ -112,8 +107,14 @@ def parse() -> argparse.Namespace:
     add("--causal", action=argparse.BooleanOptionalAction, default=True)
     add("--s", nargs="*", type=int, help="sequence lengths, default 1k, 2k, ... 128k")
     add("--limit", type=float, default=2.5, help="seconds that a call may take")
-    add("--out", help="result file, default benchmarks/results/<device>/memory.json")
     return parser.parse_args()
+
+
+def is_linear(result: Json) -> bool:
+    """Whether memory was measured to grow linearly, as far as the call runs."""
+    return "refused" in result or (
+        "stopped" not in result and result.get("exponent", math.nan) < EXPONENT_LIMIT
+    )
 
 
 def main() -> int:
@@ -124,45 +125,18 @@ def main() -> int:
     seqlens = sorted(args.s or [1 << n for n in lengths])
     providers, missing = collect(args.variants or running(device), args.peers)
     torch.manual_seed(0)
-    result = common.describe_setup(device) | {
-        "shape": {"batch": 1, "heads": args.heads, "d": args.d, "causal": args.causal},
-        "definition": common.EXTRA_MEMORY,
-        "directions": DIRECTIONS,
-        "not_importable": missing,
-        "exponent_limit": EXPONENT_LIMIT,
-        "labels": {p.name: p.label for p in providers},
-    }
+    recorder = Recorder("memory", common.describe_setup(device), args)
     jobs = [(provider, direction) for provider in providers for direction in DIRECTIONS]
-    providers_results: Json = {p.name: {} for p in providers}
-    for provider, direction in common.progress(jobs, len(jobs), "memory"):
-        providers_results[provider.name][direction] = measure(
-            provider, direction, seqlens, args, device
-        )
-    path = common.result_path(device, "memory.json", args.out)
-    common.write_json(path, result | {"providers": providers_results})
-    # Read back, so that what is asserted is what the file says.
-    measured = (common.read_json(path) or {})["providers"]
-
-    print(f"{result['device']}, source {result['digest']}: peak extra memory in MiB")
-    print(f"  {'S':<32}" + "".join(f"{s:>9}" for s in seqlens) + "  exponent  bytes/token")
     not_linear = []
-    for provider, direction in jobs:
-        row = measured[provider.name][direction]
-        cells = [row["bytes"].get(str(s)) for s in seqlens]
-        line = "".join(f"{'-' if b is None else f'{b / 2**20:.1f}':>9}" for b in cells)
-        exponent = row.get("exponent", math.nan)
-        print(f"  {provider.label + ', ' + direction:<32}{line}  {exponent:>8.3f}"
-              f"  {row.get('bytes_per_token', math.nan):>11.0f}")  # fmt: skip
-        for end in ("stopped", "slow", "refused"):
-            if end in row:
-                print(f"    {end}: {row[end]:.110}")
-        if (
-            provider.ours
-            and "refused" not in row
-            and ("stopped" in row or not exponent < EXPONENT_LIMIT)
-        ):
+    for provider, direction in common.progress(jobs, len(jobs), "memory"):
+        result = measure(provider, direction, seqlens, args, device)
+        cell = {"provider": provider.name, "direction": direction, "batch": 1}
+        recorder.add(cell | {n: getattr(args, n) for n in ("heads", "d", "causal")}, result)
+        if provider.ours and not is_linear(result):
             not_linear.append(f"{provider.name} {direction}")
-    print(f"\nwritten: {path}")
+    for name, reason in missing.items():
+        print(f"  not importable: {name}: {reason}")
+    recorder.close()
     if not_linear:
         print(f"NOT LINEAR (exponent {EXPONENT_LIMIT} or more, or stopped): {not_linear}")
     return 1 if not_linear else 0

@@ -2,7 +2,6 @@
 
     python benchmarks/numerics.py                       # under a minute on an H200
     python benchmarks/numerics.py --s 512 --dtypes bf16
-    python benchmarks/numerics.py --fp8                 # only FP8, as much again
     python benchmarks/numerics.py --device cpu          # the CPU kernels, float32, short sequences
 
 A tensor's error is its difference from float64 standard attention on the same rounded inputs, over
@@ -13,13 +12,6 @@ the root mean square of the exact tensor: the largest ('max') and the root mean 
 softmax as exp(S) / sum(exp(S)), in float32 throughout, so that it fails for one reason only: it
 subtracts no maximum. The second table has only the softmax, in float32, over rows of logits of
 growing size: naive, safe (three passes) and online (one pass over blocks, as in FlashAttention).
-
-FP8 (fp8_errors.py) has other measures: the FlashAttention-3 paper's experiment with outliers, the
-error by the number of keys, and one key among many.
-
-Results go to benchmarks/results/<device>/numerics.json. A run with --fp8 adds to that file where it
-has the same device, versions and source digest, and measures everything otherwise; a run without
-keeps what that file has of FP8.
 """
 
 from __future__ import annotations
@@ -28,17 +20,16 @@ import argparse
 import itertools
 import math
 import sys
-import time
 import warnings
 from collections.abc import Callable
 
 import common
-import fp8_errors
 import torch
 from cells import DTYPES
 from common import Json
 from distributions import DISTRIBUTIONS
 from providers import Provider, Refused, Workload, collect, command_line, running
+from results import Recorder
 from torch import Tensor
 
 import flash_ext.reference
@@ -52,12 +43,6 @@ SOFTMAX_ROWS, SOFTMAX_KEYS, SOFTMAX_BLOCK = 256, 4096, 64
 # of float32 sums (delta = rowsum(dO * O) cancels where P is nearly one-hot).
 FACTOR, FLOOR = 2.0, 1e-5
 
-DEFINITION = (
-    "The difference from float64 standard attention on the same rounded inputs, over the root mean "
-    "square of the exact tensor: the largest, the root mean square, and the share of entries that "
-    "are finite where that is not all of them."
-)
-
 
 def standard() -> Provider:
     """The reference of the tests, in the inputs' type."""
@@ -65,7 +50,7 @@ def standard() -> Provider:
     def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
         return flash_ext.reference.attention(q, k, v, causal=causal)[0]
 
-    return Provider("standard", "standard attention", attend)
+    return Provider("standard", attend)
 
 
 def naive() -> Provider:
@@ -77,7 +62,7 @@ def naive() -> Provider:
         P = naive_softmax(Q @ K.mT * scale, causal)
         return (P @ V).transpose(1, 2).to(q.dtype)
 
-    return Provider("naive", "naive softmax, float32", attend)
+    return Provider("naive", attend)
 
 
 def naive_softmax(x: Tensor, causal: bool = False) -> Tensor:
@@ -149,33 +134,27 @@ def cell(
     return results
 
 
-def softmax_rows(device: torch.device) -> list[Json]:
+def softmax(scale: float, device: torch.device) -> Json:
     """Errors of three forms of softmax in float32 over logits N(0, scale²)."""
-    logits = torch.randn(SOFTMAX_ROWS, SOFTMAX_KEYS, device=device)
+    generator = torch.Generator(device).manual_seed(0)
+    shape = SOFTMAX_ROWS, SOFTMAX_KEYS
+    logits = scale * torch.randn(shape, device=device, generator=generator)
     forms: dict[str, Callable[[Tensor], Tensor]] = {
         "naive": naive_softmax,
         "safe": flash_ext.reference.safe_softmax,
         "online": lambda x: flash_ext.reference.online_softmax(x, SOFTMAX_BLOCK),
     }
-    return [
-        {
-            "scale": scale,
-            "largest": round((logits * scale).max().item(), 1),
-            "forms": {
-                name: error(form(logits * scale), (logits * scale).double().softmax(-1))
-                for name, form in forms.items()
-            },
-        }
-        for scale in SOFTMAX_SCALES
-    ]
+    exact = logits.double().softmax(-1)
+    errors = {name: error(form(logits), exact) for name, form in forms.items()}
+    return {"largest": round(logits.max().item(), 1), "forms": errors}
 
 
 def too_wrong(cells: list[Json], names: list[str]) -> list[str]:
     """Where a variant's results are not finite, or further off than FACTOR times standard's."""
     found = []
     for c in cells:
-        taken = [name for name in names if "refused" not in c["providers"][name]]
-        for name, tensor in itertools.product(taken, TENSORS):
+        ran = [name for name in names if "refused" not in c["providers"][name]]
+        for name, tensor in itertools.product(ran, TENSORS):
             mine, reference = (c["providers"][n].get(tensor, {}) for n in (name, "standard"))
             limit = max(FLOOR, FACTOR * reference.get("rms", 0))
             if "finite" in mine or not mine.get("rms", math.inf) <= limit:
@@ -188,22 +167,6 @@ def place(c: Json) -> str:
     return f"{c['dtype']} S {c['seqlen']} {'causal' if c['causal'] else 'full'} {c['distribution']}"
 
 
-def print_cell(c: Json, labels: dict[str, str]) -> None:
-    """One line per provider: rms / max of each tensor."""
-    print(f"\n{place(c)}, rms / max over the exact tensor's rms")
-    for name, result in c["providers"].items():
-        if "skipped" in result:
-            print(f"  {labels[name]:<24} {result['skipped']:.90}")
-            continue
-        texts = [
-            f"{t} {r['rms']:.2e} / {r['max']:.1e}" + ("!" if "finite" in r else "")
-            if "rms" in r
-            else f"{t} not finite"
-            for t, r in result.items()
-        ]
-        print(f"  {labels[name]:<24}" + "".join(f"{x:<25}" for x in texts))
-
-
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = command_line(__doc__, PEERS_ASKED)
@@ -212,16 +175,20 @@ def parse() -> argparse.Namespace:
     add("--s", nargs="*", type=int, help=f"sequence lengths, default {SEQLENS}")
     add("--d", type=int, default=128, help="head dim")
     add("--heads", type=int, default=4)
-    add("--fp8", action="store_true", help="only errors of FP8")
-    add("--out", help="result file, default benchmarks/results/<device>/numerics.json")
     return parser.parse_args()
 
 
-def everything_but_fp8(args: argparse.Namespace, variants: list[str], device: torch.device) -> Json:
-    """The two tables, with what they were measured with."""
+def main() -> int:
+    """Run; the exit status is 1 if a variant was too wrong somewhere."""
+    args = parse()
+    warnings.filterwarnings("ignore")  # SDPA explains there what it then raises
+    device = torch.device(args.device)
     cpu = device.type == "cpu"
+    torch.manual_seed(0)
+    variants = args.variants or running(device)
     providers, missing = collect(variants, [] if cpu else args.peers)
     providers += [standard(), naive()]
+    recorder = Recorder("numerics", common.describe_setup(device), args)
     grid = list(
         itertools.product(
             args.dtypes or (["fp32"] if cpu else ["fp16", "bf16"]),
@@ -230,60 +197,19 @@ def everything_but_fp8(args: argparse.Namespace, variants: list[str], device: to
             DISTRIBUTIONS,
         )
     )
-    cells: list[Json] = []
+    cells = []
     for dtype, seqlen, causal, distribution in common.progress(grid, len(grid), "cells"):
         work = workload((1, seqlen, args.heads, args.d), DTYPES[dtype], device, distribution)
-        cells.append({
-            "dtype": dtype, "seqlen": seqlen, "causal": causal, "distribution": distribution,
-            "providers": cell(work, providers, causal),
-        })  # fmt: skip
-    return {
-        "d": args.d,
-        "heads": args.heads,
-        "definition": DEFINITION,
-        "distributions": {n: f.__doc__ for n, f in DISTRIBUTIONS.items()},
-        "not_importable": missing,
-        "labels": {p.name: p.label for p in providers},
-        "cells": cells,
-        "softmax": softmax_rows(device),
-    }
-
-
-def main() -> int:
-    """Run; the exit status is 1 if a variant was too wrong somewhere."""
-    args = parse()
-    started = time.monotonic()
-    warnings.filterwarnings("ignore")  # SDPA explains there what it then raises
-    device = torch.device(args.device)
-    torch.manual_seed(0)
-    variants = args.variants or running(device)
-    path = common.result_path(device, "numerics.json", args.out)
-    result = common.describe_setup(device)
-    old = common.earlier(path, result)
-    cells: list[Json] = []
-    if not args.fp8 or "cells" not in old:
-        result |= everything_but_fp8(args, variants, device)
-        cells = result["cells"]
-    result = old | result
-    if args.fp8:
-        result["fp8"] = fp8_errors.measure(device)
-    result["seconds"] = round(time.monotonic() - started, 1)
-    common.write_json(path, result)
-
-    print(f"{result['device']}, torch {result['torch']}, source {result['digest']}")
-    for c in cells:
-        print_cell(c, result["labels"])
-    if cells:
-        print("\nsoftmax alone, float32: rms error / share of finite entries")
-    for row in result["softmax"] if cells else ():
-        forms = ", ".join(
-            f"{name} {r.get('rms', math.nan):.1e} / {r.get('finite', 1):.3g}"
-            for name, r in row["forms"].items()
-        )
-        print(f"  logits N(0, {row['scale']:g}^2), largest {row['largest']:g}: {forms}")
-    if args.fp8:
-        fp8_errors.print_results(result["fp8"])
-    print(f"\nwritten: {path}, after {result['seconds']:.0f} s")
+        shape = {"dtype": dtype, "seqlen": seqlen, "causal": causal, "distribution": distribution,
+                 "d": args.d, "heads": args.heads}  # fmt: skip
+        found = {"providers": cell(work, providers, causal)}
+        recorder.add(shape, found)
+        cells.append(shape | found)
+    for scale in SOFTMAX_SCALES:
+        recorder.add({"softmax": True, "scale": scale}, softmax(scale, device))
+    for name, reason in missing.items():
+        print(f"  not importable: {name}: {reason}")
+    recorder.close()
     wrong = too_wrong(cells, variants)
     for line in wrong:
         print(f"TOO WRONG: {line}")

@@ -15,8 +15,7 @@ FLOPs are 4 H d sum(len^2), halved when causal, times 2.5 for backward.
 Third table: the backward call of the first table's plain one, as usual and deterministic, of
 flash_ext's variants and of SDPA's backends under torch.use_deterministic_algorithms.
 
-Results go to benchmarks/results/<device>/options.json, after each cell. No call is timed before
-its first heads agree with float32 standard attention.
+No call is timed before its first heads agree with float32 standard attention.
 """
 
 from __future__ import annotations
@@ -46,7 +45,8 @@ from providers import (
     running,
     wrong,
 )
-from timing import METHOD, Timer
+from results import Recorder
+from timing import Timer
 from torch import Tensor
 
 TABLES = ("options", "mix", "deterministic")  # each a method of Bench
@@ -287,7 +287,7 @@ class Bench:
         variants = {way: running(self.device, d, way != "forward") for _, way in kinds}
         return [kind for kind in kinds if kind[0] in variants[kind[1]]]
 
-    def options(self, sizes: Sizes, d: int, causal: bool) -> Iterator[Json]:
+    def options(self, sizes: Sizes, d: int, causal: bool) -> Iterator[tuple[Json, Json]]:
         """The first table's cells of one head dim and mask."""
         calls = option_calls(sizes, d, causal, self.device)
         for variant, direction in self.those_that_run(MEASURED, d):
@@ -314,10 +314,9 @@ class Bench:
                         round(result["q1_ms"] / plain["q3_ms"], 4),
                         round(result["q3_ms"] / plain["q1_ms"], 4),
                     ]
-            yield {"variant": variant, "direction": direction, "d": d, "causal": causal,
-                   "results": results}  # fmt: skip
+            yield {"variant": variant, "direction": direction}, results
 
-    def mix(self, sizes: Sizes, d: int, causal: bool) -> Iterator[Json]:
+    def mix(self, sizes: Sizes, d: int, causal: bool) -> Iterator[tuple[Json, Json]]:
         """The second table's cells of one head dim and mask."""
         drawn = draw_lengths(sizes.tokens, sizes.longest)
         batch, seqlen = 2, dense_seqlen(drawn, 2, sizes.rounding)
@@ -350,10 +349,9 @@ class Bench:
             for result in results.values():
                 if speed and "tflops" in result:
                     result["over_dense"] = round(result["tflops"] / speed, 4)
-            yield {"variant": variant, "direction": direction, "d": d, "causal": causal,
-                   "heads": heads, "results": results}  # fmt: skip
+            yield {"variant": variant, "direction": direction, "heads": heads}, results
 
-    def deterministic(self, sizes: Sizes, d: int, causal: bool) -> Iterator[Json]:
+    def deterministic(self, sizes: Sizes, d: int, causal: bool) -> Iterator[tuple[Json, Json]]:
         """The third table's cell of one head dim and mask."""
         normal = functools.partial(torch.randn, dtype=sizes.dtype, device=self.device)
         shape = (sizes.batch, sizes.seqlen, sizes.heads, d)
@@ -380,29 +378,31 @@ class Bench:
                 usual = results[name.removesuffix(REPEATS)]
                 if name.endswith(REPEATS) and "ms" in usual:
                     result["ratio"] = round(result["ms"] / usual["ms"], 4)
-        yield {"direction": "backward", "d": d, "causal": causal, "results": results}
+        yield {"direction": "backward"}, results
 
 
-def print_cell(table: str, cell: Json) -> None:
-    """One line per call of a cell."""
-    mask = "causal" if cell["causal"] else "full"
-    variant = f"{cell['variant']} " if "variant" in cell else ""
-    print(f"\n{table}: {variant}{cell['direction']}, d {cell['d']}, {mask}")
-    for name, r in cell["results"].items():
-        if "ms" not in r:
-            print(f"  {name:<20} {r['skipped']:.100}")
-        elif "tflops" in r:
-            ratio = f"{r['over_dense']:.3f} of dense" if "over_dense" in r else ""
-            ratio = f"{r['ratio']:.3f}x the usual time" if "ratio" in r else ratio
-            print(f"  {name:<20}{r['ms']:10.3f} ms {r['tflops']:8.4g} TFLOP/s  {ratio}")
-        else:
-            low, high = r.get("ratio_range", (math.nan, math.nan))
-            ratio = f"{r.get('ratio', math.nan):7.3f}x  ({low:.3f} - {high:.3f})"
-            print(f"  {name:<20}{r['ms']:10.3f} ms {ratio}")
+def size_of(table: str, sizes: Sizes) -> Json:
+    """What the cells of a table have in common."""
+    dtype = str(sizes.dtype).removeprefix("torch.")
+    if table != "mix":
+        return {"dtype": dtype, "batch": sizes.batch, "seqlen": sizes.seqlen, "heads": sizes.heads}
+    lengths = draw_lengths(sizes.tokens, sizes.longest)
+    return {
+        "dtype": dtype, "tokens": sum(lengths), "sequences": len(lengths),
+        "shortest": min(lengths), "longest": max(lengths), "dense_batch": 2,
+        "dense_seqlen": dense_seqlen(lengths, 2, sizes.rounding),
+    }  # fmt: skip
+
+
+def failed(results: Json) -> bool:
+    """Whether a call of flash_ext was wrong or failed."""
+    peers = "varlen_attn", *REPEATING[1]
+    return any("skipped" in r and "refused" not in r and n.removesuffix(REPEATS) not in peers
+               for n, r in results.items())  # fmt: skip
 
 
 def main() -> int:
-    """Run; the exit status is 1 if a call of flash_ext was wrong or failed."""
+    """Run; the exit status is 1 if a call of flash_ext was wrong or failed, or time was short."""
     parser = common.parser(__doc__)
     add = parser.add_argument
     common.add_device(parser)
@@ -411,67 +411,29 @@ def main() -> int:
     add("--rounds", type=int, default=15, help="calls of each kind")
     add("--budget", type=float, default=90, help="seconds after which no further cell starts")
     add("--seed", type=int, default=0)
-    add("--out", help="result file, default benchmarks/results/<device>/options.json")
     args = parser.parse_args()
     started = time.monotonic()
     torch.manual_seed(args.seed)
     warnings.filterwarnings("ignore")
     device = torch.device(args.device)
     sizes = GPU if device.type == "cuda" else CPU
-    lengths = draw_lengths(sizes.tokens, sizes.longest)
-    path = common.result_path(device, "options.json", args.out)
-    result = common.describe_setup(device)
-    kept = common.earlier(path, result)
-    asked = [args.only] if args.only else list(TABLES)
-    result |= {
-        "method": METHOD,
-        "dtype": str(sizes.dtype).removeprefix("torch."),
-        "batch": sizes.batch, "seqlen": sizes.seqlen, "heads": sizes.heads,
-        "words": OPTIONS,
-        "options": kept.get("options", []),
-        "mix": kept.get("mix", []),
-        "deterministic": kept.get("deterministic", []),
-        "lengths": lengths, "lengths_seed": SEED, "tokens": sum(lengths),
-        "dense_batch": 2, "dense_seqlen": dense_seqlen(lengths, 2, sizes.rounding),
-        # Tables that the budget cut short.
-        "incomplete": [x for x in kept.get("incomplete") or () if x not in asked],
-    }  # fmt: skip
     bench = Bench(device, args.rounds)
-    shapes = [
-        (name, d, causal)
-        for name in asked
-        for d in args.d or sizes.head_dims
-        for causal in (False, True)
-    ]
+    recorder = Recorder("options", common.describe_setup(device), args)
+    tables = [args.only] if args.only else list(TABLES)
+    shapes = list(itertools.product(tables, args.d or sizes.head_dims, (False, True)))
     bad = False
-
-    def identity(cell: Json) -> tuple[object, ...]:
-        return tuple(cell.get(key) for key in ("variant", "direction", "d", "causal"))
-
     for name, d, causal in common.progress(shapes, len(shapes), "cells"):
         if time.monotonic() - started > args.budget:
-            result["incomplete"] = sorted({*result["incomplete"], name})
             say(f"over the budget of {args.budget:g} s: {name}, d {d} is left out")
+            bad = True
             continue
-        for cell in getattr(bench, name)(sizes, d, causal):
-            same = identity(cell)
-            result[name] = [c for c in result[name] if identity(c) != same] + [cell]
-            bad |= any(
-                "skipped" in r and "refused" not in r
-                for n, r in cell["results"].items()
-                if n.removesuffix(REPEATS) not in ("varlen_attn", *REPEATING[1])
-            )
-            common.write_json(path, result)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()  # one shape's graphs must not crowd out the next
-    result["seconds"] = round(time.monotonic() - started, 1)
-    common.write_json(path, result)
-    for name in TABLES:
-        for cell in result[name]:
-            print_cell(name, cell)
-    print(f"\nlengths, seed {SEED}: {lengths}")
-    print(f"written: {path}, after {result['seconds']:.0f} s")
-    return int(bad or bool(set(result["incomplete"]) & set(asked)))
+        for cell, results in getattr(bench, name)(sizes, d, causal):
+            whole = {"table": name} | size_of(name, sizes) | cell | {"d": d, "causal": causal}
+            recorder.add(whole, {"results": results})
+            bad |= failed(results)
+        common.free_memory(device)  # one shape's graphs must not crowd out the next
+    recorder.close()
+    return int(bad)
 
 
 if __name__ == "__main__":

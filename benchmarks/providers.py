@@ -24,6 +24,14 @@ import flash_ext.reference
 
 # q, k, v, causal -> out. Those that can hide all but the last n keys take n as `window` as well.
 Attend = Callable[..., Tensor]
+LABELS = {
+    "auto": "flash_ext", "fa1": "flash_ext fa1", "fa2": "flash_ext fa2", "fa3": "flash_ext fa3",
+    "sdpa": "SDPA", "flash": "SDPA flash", "cudnn": "SDPA cuDNN", "efficient": "SDPA efficient",
+    "flash_attn_2": "flash-attn 2", "flash_attn_3": "flash-attn 3", "flash_attn_4": "flash-attn 4",
+    "best_peer": "best peer", "standard": "standard attention", "naive": "naive softmax, float32",
+    "fa3_fp8": "flash_ext fa3, FP8", "fa3_fp8_tensor": "flash_ext fa3, FP8, one scale per tensor",
+    "fa3_int8": "flash_ext fa3, q and k in int8", "cudnn_fp8": "cuDNN, FP8",
+}  # fmt: skip
 # Relative errors beyond which a result is wrong: of the whole, and of the worst block of rows.
 WHOLE_LIMIT, BLOCK_LIMIT = 2e-2, 1e-1
 
@@ -38,7 +46,6 @@ class Provider:
     same (B, S, H, D) memory, so no provider needs a copy."""
 
     name: str
-    label: str
     attend: Attend
     heads_first: bool = False  # takes (B, H, S, D)
     around: Callable[[], AbstractContextManager[object]] = (
@@ -47,6 +54,11 @@ class Provider:
     windows: bool = False  # does ``attend`` take a window?
     limits: tuple[float, float] = (WHOLE_LIMIT, BLOCK_LIMIT)
     fp8: bool = False  # is it asked for FP8 inputs alone? (fp8_providers.py)
+
+    @property
+    def label(self) -> str:
+        """For people."""
+        return LABELS.get(self.name, self.name)
 
     @property
     def ours(self) -> bool:
@@ -66,10 +78,10 @@ def variant(name: str) -> Provider:
             return flash_ext.attention(q, k, v, causal=causal, variant=name)
         return flash_ext.attention(q, k, v, window=(window - 1, 0 if causal else -1), variant=name)
 
-    return Provider(name, f"flash_ext {name}".removesuffix(" auto"), attend, windows=True)
+    return Provider(name, attend, windows=True)
 
 
-def sdpa(name: str, label: str, backend: SDPBackend) -> Provider:
+def sdpa(name: str, backend: SDPBackend) -> Provider:
     """One backend of torch's scaled_dot_product_attention."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
@@ -78,7 +90,7 @@ def sdpa(name: str, label: str, backend: SDPBackend) -> Provider:
         grouped = q.shape[1] != k.shape[1]
         return scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
 
-    return Provider(name, label, attend, True, functools.partial(sdpa_kernel, [backend]))
+    return Provider(name, attend, True, functools.partial(sdpa_kernel, [backend]))
 
 
 @functools.lru_cache(maxsize=1)
@@ -105,10 +117,10 @@ def standard() -> Provider:
             scores += causal_mask(q.shape[1], k.shape[1], q.dtype, q.device)
         return (scores.softmax(-1) @ v.transpose(1, 2)).transpose(1, 2)
 
-    return Provider("standard", "standard attention", attend)
+    return Provider("standard", attend)
 
 
-def package(name: str, label: str, module: str) -> Provider:
+def package(name: str, module: str) -> Provider:
     """flash_attn_func of a flash-attn package. Raises ImportError where it is not installed."""
     function = importlib.import_module(module).flash_attn_func
 
@@ -117,25 +129,25 @@ def package(name: str, label: str, module: str) -> Provider:
         result = function(q, k, v, causal=causal, **options)
         return result[0] if isinstance(result, tuple) else result
 
-    return Provider(name, label, attend, windows=True)
+    return Provider(name, attend, windows=True)
 
 
 VARIANTS: dict[str, Callable[[], Provider]] = {
     name: (lambda name=name: variant(name)) for name in flash_ext.VARIANTS
 }
 PEERS: dict[str, Callable[[], Provider]] = {
-    "flash": lambda: sdpa("flash", "SDPA flash", SDPBackend.FLASH_ATTENTION),
-    "cudnn": lambda: sdpa("cudnn", "SDPA cuDNN", SDPBackend.CUDNN_ATTENTION),
-    "efficient": lambda: sdpa("efficient", "SDPA efficient", SDPBackend.EFFICIENT_ATTENTION),
+    "flash": lambda: sdpa("flash", SDPBackend.FLASH_ATTENTION),
+    "cudnn": lambda: sdpa("cudnn", SDPBackend.CUDNN_ATTENTION),
+    "efficient": lambda: sdpa("efficient", SDPBackend.EFFICIENT_ATTENTION),
     "standard": standard,
-    "flash_attn_2": lambda: package("flash_attn_2", "flash-attn 2", "flash_attn"),
-    "flash_attn_3": lambda: package("flash_attn_3", "flash-attn 3", "flash_attn_interface"),
-    "flash_attn_4": lambda: package("flash_attn_4", "flash-attn 4", "flash_attn.cute"),
+    "flash_attn_2": lambda: package("flash_attn_2", "flash_attn"),
+    "flash_attn_3": lambda: package("flash_attn_3", "flash_attn_interface"),
+    "flash_attn_4": lambda: package("flash_attn_4", "flash_attn.cute"),
 }
 
 
 # What fa3 is compared with: the fastest of these, cell by cell, as a provider of this name.
-BEST, BEST_LABEL, BEST_OF = "best_peer", "best peer", ("cudnn", "flash_attn_4")
+BEST, BEST_OF = "best_peer", ("cudnn", "flash_attn_4")
 
 
 def command_line(description: str | None, peers: Iterable[str]) -> argparse.ArgumentParser:
@@ -161,25 +173,6 @@ def running(device: torch.device, d: int = 64, gradients: bool = False) -> list[
     """The variants that run on a device, with this head dim."""
     q = torch.zeros(1, 8, 1, d, dtype=torch.bfloat16, device=device)
     return [name for name in VARIANTS if refusal(name, q, q, q, gradients) is None]
-
-
-def best_peer(providers: Json, recorded_ratio: float | None) -> Json | None:
-    """The faster of cuDNN and flash-attn 4 in one cell's results.
-
-    Where flash-attn 4 was not measured, its time is cuDNN's over ``recorded_ratio``, and the result
-    says so; without that ratio the best is unknown.
-    """
-    found = {n: providers[n] for n in BEST_OF if "ms" in providers.get(n, {})}
-    found = {n: {"ms": r["ms"], "tflops": r["tflops"], "of": n} for n, r in found.items()}
-    if "cudnn" in found and "flash_attn_4" not in found and recorded_ratio is not None:
-        cudnn = found["cudnn"]
-        found["flash_attn_4"] = {
-            "ms": round(cudnn["ms"] / recorded_ratio, 6),
-            "tflops": round(cudnn["tflops"] * recorded_ratio, 4),
-            "of": "flash_attn_4",
-            "recorded": True,
-        }
-    return min(found.values(), key=lambda r: r["ms"]) if len(found) == len(BEST_OF) else None
 
 
 DISTRIBUTIONS = {"flash_attn_2": "flash-attn", "flash_attn_3": "flash-attn-3",

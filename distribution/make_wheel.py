@@ -4,11 +4,11 @@
     python distribution/make_wheel.py --library _C.abi3.so     # package a library that exists
     python distribution/make_wheel.py --check                  # only check what is in dist/
 
-The wheel is of manylinux_2_28 on any newer system (csrc/build/manylinux.py). The checks: auditwheel
-finds no symbol newer than that platform's, abi3audit no symbol of Python beyond the limited API,
-twine no flaw in the metadata; the library needs nothing but libtorch's stable ABI and the C and C++
-runtimes; the wheel is at most 12 MB; it holds the record of the build, with the checksum of its
-library and without slow kernels.
+The wheel is of manylinux_2_28 on any newer system (distribution/manylinux.py). The checks:
+auditwheel finds no symbol newer than that platform's, abi3audit no symbol of Python beyond the
+limited API, twine no flaw in the metadata; the library needs nothing but libtorch's stable ABI and
+the C and C++ runtimes; the wheel is at most 12 MB; it holds the record of the build, with the
+checksum of its library and without slow kernels.
 """
 
 from __future__ import annotations

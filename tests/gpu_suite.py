@@ -4,12 +4,13 @@
     python tests/gpu_suite.py --to FILE        # the same, to another file
     python tests/gpu_suite.py -k varlen -x     # some of them, with options of pytest; no file
     python tests/gpu_suite.py --failed         # those that failed, where a test was wrong
+    python tests/gpu_suite.py --failed --to FILE         # those that failed in that file
 
 Most of a test's time is Python's and the launches', on one core. So several processes each run a
 part of the tests (`part_of`) and report what they ran.
 
---failed is for tests.json of this very source, when only tests have changed since: the results of
-the tests that failed there are replaced, and "again" in the file says how many they are. Where a
+--failed is for a report of this very source, when only tests have changed since: the results of the
+tests that failed there are replaced, and "again" in the file says how many they are. Where a
 process crashed it is not known which tests did not run: it refuses.
 """
 
@@ -161,15 +162,16 @@ def not_tests(failures: list[str]) -> list[str]:
     return [x for x in failures if not (TESTS.parent / x.partition("::")[0]).is_file()]
 
 
-def run_failed(folder: Path) -> dict[str, Any]:
-    """Run the tests that failed in tests.json once more; the results of all."""
+def run_failed(folder: Path, report: Path | None = None) -> dict[str, Any]:
+    """Run the tests that failed in a report, by default tests.json, again; the results of all."""
     import torch
     from gpu_test_report import common
 
     device = torch.device("cuda")
-    before = common.read_json(common.result_path(device, "tests.json"))
+    report = report or common.result_path(device, "tests.json")
+    before = common.read_json(report)
     if before is None or not common.same_setup(before, common.describe_setup(device)):
-        sys.exit("nothing was run: tests.json is of another source or machine, or does not exist")
+        sys.exit(f"nothing was run: {report} is of another source or machine, or does not exist")
     if not before["failures"]:
         sys.exit("nothing was run: no test failed")
     if unknown := not_tests(before["failures"]):
@@ -193,18 +195,16 @@ def main() -> int:
         sys.exit(f"nothing was run: {reason}")
     with tempfile.TemporaryDirectory() as folder:
         if args.failed:
-            result = run_failed(Path(folder))
+            result = run_failed(Path(folder), args.to)
         else:
             result = run(args.jobs or default_jobs(), options, Path(folder))
     print(json.dumps(result, indent=1))
     if options:
         print("these were not all of the tests: nothing is written")
-    elif args.to:
-        args.to.write_text(json.dumps(result))
     else:
         import gpu_test_report
 
-        print("written:", gpu_test_report.write("tests.json", result))
+        print("written:", gpu_test_report.write("tests.json", result, args.to))
     return int(bool(result["exit_status"]))
 
 

@@ -23,10 +23,11 @@ sys.path.insert(0, str(HERE.parent / "benchmarks"))
 import common  # noqa: E402
 
 
-def write(name: str, content: common.Json) -> Path:
-    """Write benchmarks/results/<gpu>/<name> with the machine's description; returns the path."""
+def write(name: str, content: common.Json, to: Path | None = None) -> Path:
+    """Write benchmarks/results/<gpu>/<name>, or `to`, with the machine's description; returns the
+    path."""
     device = torch.device("cuda")
-    path = common.result_path(device, name)
+    path = to or common.result_path(device, name)
     common.write_json(path, common.describe_setup(device) | content)
     return path
 

@@ -5,7 +5,6 @@ Would catch a factor between FLOPs, bytes, time and what is written to the resul
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import gpu_test_report  # noqa: F401  puts benchmarks/ on the path
 import pytest
 
 import compare  # isort: skip
+import results  # isort: skip
 from timing import Samples, Timer  # isort: skip
 
 
@@ -40,7 +40,7 @@ def cells(path: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[
          str(path), *arguments],
     )  # fmt: skip
     assert compare.main() == 0
-    return json.loads(path.read_text())["cells"]
+    return [results.flat(line) for line in results.read(path)]
 
 
 @pytest.mark.parametrize("load", ((), ("--sustained",)), ids=("bursts", "sustained"))
@@ -51,7 +51,7 @@ def test_flops_in_a_millisecond(
     shape = ("--s", "500", "--batch", "2", "--heads", "2", "--d", "64")
     found = {
         (c["causal"], c["direction"]): {name: x["tflops"] for name, x in c["providers"].items()}
-        for c in cells(tmp_path / "compare.json", monkeypatch, *shape, *load)
+        for c in cells(tmp_path / "compare.jsonl", monkeypatch, *shape, *load)
     }
     assert found == {
         (causal, direction): dict.fromkeys(("fa2", "standard"), pytest.approx(expected, abs=1e-4))
@@ -67,6 +67,6 @@ def test_flops_in_a_millisecond(
 def test_bytes_in_a_millisecond(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """K and V of few queries, float32: 2 · 2 · 8192 · 2 · 64 · 4."""
     shape = ("--s", "8192", "--batch", "2", "--heads", "4", "--kv-heads", "2", "--d", "64")
-    (cell,) = cells(tmp_path / "compare.json", monkeypatch, *shape, "--sq", "1", "--full", "--fwd")
+    (cell,) = cells(tmp_path / "compare.jsonl", monkeypatch, *shape, "--sq", "1", "--full", "--fwd")
     assert cell["dtype"] == "fp32"
     assert cell["providers"]["fa2"]["tbps"] == pytest.approx(16.8e6 / 1e-3 / 1e12, rel=5e-3)

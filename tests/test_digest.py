@@ -8,7 +8,7 @@ from pathlib import Path
 
 import gpu_test_report  # puts benchmarks/ on the path
 import pytest
-from digest import source_digest
+from digest import kernel_digest, source_digest
 
 CUDA = r"""// What it does.
 #define SUM(a, b) ((a) + (b))  // of two
@@ -103,6 +103,15 @@ def test_what_runs_changes_it(tree: Path, name: str, old: str, new: str) -> None
     assert source_digest(tree) != before
 
 
+def test_python_leaves_the_kernels_digest(tree: Path) -> None:
+    before = kernel_digest(tree), source_digest(tree)
+    replace(tree, "flash_ext/b.py", "x + 1", "x + 2")
+    replace(tree, "setup.py", "import os", "import re")
+    assert kernel_digest(tree) == before[0] and source_digest(tree) != before[1]
+    replace(tree, "csrc/a-b/a.cuh", "1'000", "1'001")
+    assert kernel_digest(tree) != before[0]
+
+
 def test_which_files_count(tree: Path) -> None:
     before = source_digest(tree)
     (tree / "csrc/notes.md").write_text("not a source")
@@ -116,7 +125,11 @@ def test_which_files_count(tree: Path) -> None:
 
 def test_the_command_prints_it() -> None:
     """Without torch too: in isolated mode Python sees no installed package."""
-    script = gpu_test_report.HERE.parent / "benchmarks/common.py"
-    command = [sys.executable, "-S", str(script), "--digest"]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert printed == source_digest() + "\n"
+    script = gpu_test_report.HERE.parent / "benchmarks/digest.py"
+
+    def printed(*names: str) -> str:
+        command = [sys.executable, "-S", str(script), *names]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    assert printed() == f"kernels {kernel_digest()}\npackage {source_digest()}\n"
+    assert printed("kernels") == f"{kernel_digest()}\n"

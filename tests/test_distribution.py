@@ -145,10 +145,10 @@ def test_an_sdist_is_the_same_everywhere_and_whole(source: Path) -> None:
     assert names - generated == files() - {".ci/run", ".gitignore"}
 
 
-def test_what_the_readme_installs_does_not_break_torch() -> None:
+@pytest.mark.parametrize("page", ["README.md", "docs/install.md"])
+def test_what_a_page_installs_does_not_break_torch(page: str) -> None:
     """torch 2.11 and 2.12 want setuptools < 82; the license in pyproject.toml wants 77."""
-    readme = (ROOT / "README.md").read_text()
-    wanted = re.findall(r'"(setuptools[^"]*)"', readme)
+    wanted = re.findall(r'"(setuptools[^"]*)"', (ROOT / page).read_text())
     assert wanted and set(wanted) == {"setuptools>=77,<82"}
     (pin,) = re.findall(r'"setuptools==(\d+)', (ROOT / "pyproject.toml").read_text())
     assert 77 <= int(pin) < 82
@@ -175,7 +175,7 @@ def built(source: Path, library: Path) -> tuple[subprocess.CompletedProcess[str]
 def test_a_library_that_exists_is_packaged(recorded: bool, source: Path, library: Path) -> None:
     checksum = hashlib.sha256(b"a library").hexdigest()
     facts = {"digest": "12", "targets": "80", "cuda": "13.0", "torch": "2.11", "platform": "x"}
-    facts |= {"slow_kernels": ["a"]}
+    facts |= {"slow_kernels": ["a"], "kernels": "34"}
     if recorded:
         library.with_name("_C.json").write_text(json.dumps(facts | {"sha256": checksum}))
     else:
@@ -227,7 +227,7 @@ def test_wheels_are_linked_for_their_platform(tmp_path: Path) -> None:
         }
     }
     """
-    manylinux = runpy.run_path(str(ROOT / "csrc/build/manylinux.py"))
+    manylinux = runpy.run_path(str(ROOT / "distribution/manylinux.py"))
     library = tmp_path / "library.so"
     try:
         flags = manylinux["link_flags"](tmp_path / "stand-ins")

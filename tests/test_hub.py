@@ -36,7 +36,8 @@ def layout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("hub") / "hub"
     path = PACKAGE / "_C.json"
     record = json.loads(path.read_text()) if path.exists() else {}
-    make_hub.make(PACKAGE, RECORDED | {n: x for n, x in record.items() if x}, folder)
+    record = {n: x for n, x in record.items() if x} | {"targets": RECORDED["targets"]}
+    make_hub.make(PACKAGE, RECORDED | record, folder)
     return folder
 
 

@@ -21,6 +21,7 @@ NAMES = ("out", "lse", "dq", "dk", "dv")
 SIZES = {  # of the elements of q and k, by the size of their scores
     "3e10, one key": (torch.bfloat16, 6e4, 1),
     "1e5": (torch.float16, 3e2, 200),
+    "1e8": (torch.float16, 3e3, 150),
     "1e9": (torch.float16, 1e4, 130),
     "1e12": (torch.bfloat16, 1.3e5, 300),
     "1e37": (torch.bfloat16, 1e18, 70),

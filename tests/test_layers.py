@@ -110,11 +110,22 @@ def test_a_name_is_of_one_type() -> None:
     assert [name for name, files in count.items() if files > 1] == []
 
 
+def test_the_walk_to_a_launch_is_the_one_that_design_md_shows() -> None:
+    """At most twelve files, each with the functions that the table names."""
+    page = (ROOT / "docs/design.md").read_text()
+    rows = re.findall(r"^\| \d+ \| `([^`]+)` \| (.+?) \| .+ \|$", page, re.MULTILINE)
+    assert 0 < len(rows) <= 12
+    for file, functions in rows:
+        code = code_of(ROOT / file)
+        names = [x for x in re.findall(r"`(\w+)`", functions) if not re.search(rf"\b{x}\b", code)]
+        assert names == [], file
+
+
 PYTHON_LAYERS = (
-    ("deprecation", "ops", "dropout"),
+    ("deprecation", "ops", "dropout", "timing"),
     ("cpu", "functional"),
     ("reference", "explanation", "flash_attn", "flash_attn_interface", "fp8", "integrations"),
-    ("__init__", "__main__"),
+    ("__init__", "__main__", "bench"),
 )
 
 

@@ -321,19 +321,14 @@ def test_row_tiles_stay_in_the_tensor(native: ModuleType) -> None:
             assert count == 0 or 0 <= begin <= begin + count <= total
 
 
-@pytest.mark.parametrize("reverse", (False, True))
 @pytest.mark.parametrize("batch", (0, 1, 3))
 @pytest.mark.parametrize("rows", (0, 4, 17))
-def test_row_tile_cursor(batch: int, rows: int, reverse: bool, native: ModuleType) -> None:
-    """Every CTA has every ctas-th tile, in the order of memory or the other way round."""
-    for heads, ctas in itertools.product((1, 5), (1, 3, 7, 100)):
+def test_row_tiles_of_heads(batch: int, rows: int, native: ModuleType) -> None:
+    """In the order of memory."""
+    for heads in (1, 5):
         tiles = max(-(-rows // 4), 1)
         order = list(itertools.product(range(max(batch, 1)), range(tiles), range(heads)))
-        if reverse:
-            order.reverse()
-        for cta in range(min(ctas, len(order))):
-            found = native.row_tile_cursor(batch, rows, heads, 4, cta, ctas, reverse)
-            assert [tuple(x) for x in found] == order[cta::ctas]
+        assert [tuple(x) for x in native.row_tiles_of_heads(batch, rows, heads, 4)] == order
 
 
 # --- tile/swizzle.cuh ---
@@ -401,7 +396,7 @@ def test_dropout_bits_are_pythons(native: ModuleType) -> None:
         assert native.is_kept(seed, offset, head, threshold, row, col) == expected
 
 
-# --- plan/variants.h, plan/head_dims.h ---
+# --- plan/variants.h, the head dims of plan/tuning.h ---
 
 
 def test_variants_are_pythons(native: ModuleType) -> None:
@@ -417,9 +412,9 @@ def test_every_pair_of_head_dims_has_a_kernel(native: ModuleType) -> None:
     pairs = native.head_dims
     assert pairs == sorted(pairs) and pairs[-1] == (256, 256) and native.max_head_dim == 256
     for head_dim, head_dim_v in itertools.product(range(1, 257, 5), repeat=2):
-        holding = [i for i, (d, dv) in enumerate(pairs) if d >= head_dim and dv >= head_dim_v]
+        holding = [(d, dv) for d, dv in pairs if d >= head_dim and dv >= head_dim_v]
         assert native.padded_head_dims(head_dim, head_dim_v) == holding[0]
-    assert native.padded_head_dims(257, 1) == native.padded_head_dims(1, 257) == -1
+    assert native.padded_head_dims(257, 1) is native.padded_head_dims(1, 257) is None
 
 
 # --- plan/tuning.h ---
@@ -452,14 +447,14 @@ def query_tiles(p: Problem) -> int:
 
 
 def is_general(p: Problem) -> bool:
-    """Does it take the general form of fa2's and fa3's kernels?"""
+    """Does it take the kernels of fa2 and fa3 that have options of the scores?"""
     options = p.softcap or p.alibi or p.bias or p.dropout_p
     dims = (p.head_dim, p.head_dim_v or p.head_dim)
     return bool(options) or p.layout in UNALIGNED_LAYOUTS or any(d % 8 for d in dims)
 
 
 def padded_dims(native: ModuleType, p: Problem) -> tuple[int, int]:
-    return native.head_dims[native.padded_head_dims(p.head_dim, p.head_dim_v or p.head_dim)]
+    return native.padded_head_dims(p.head_dim, p.head_dim_v or p.head_dim)
 
 
 def splits_of(native: ModuleType, variant: str, p: Problem) -> int:

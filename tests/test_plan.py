@@ -8,11 +8,12 @@ that take another's kernel; and a GPU that is asked for its attributes at every 
 from __future__ import annotations
 
 import itertools
+import re
 from types import ModuleType
 
 import pytest
 from attention_testing import KERNEL_DIMS, VARIANTS, Problem, unsupported_reason
-from compiled import CSRC, NATIVE, python_module
+from compiled import CSRC, NATIVE, ROOT, python_module
 from test_attention import decoding, few_keys, few_queries, few_tiles
 from test_parts import IN_PARTS
 
@@ -110,7 +111,7 @@ def test_what_a_backward_keeps(native: ModuleType) -> None:
     rows = of_dq + 128  # and those of no query
     statistics = {
         "lse_log2": rows * 4,
-        "delta": rows * 4,
+        "minus_delta": rows * 4,
         "reference": rows * 4,
         "large_lse": 8,  # a flag of the call's own: others run beside it
         "dq_accum": of_dq * 64 * 4,
@@ -132,7 +133,7 @@ def test_what_a_backward_keeps(native: ModuleType) -> None:
 
 
 def test_long_sequences_have_tiles_of_their_own(native: ModuleType) -> None:
-    """Of 80 queries, whose lse is not added by a matmul; nor is it in the general form."""
+    """Of 80 queries, whose lse is not added by a matmul; nor is it with other options."""
     p = problem(native, seqlen_q=8192, seqlen_k=64, head_dim=128, head_dim_v=128)
     assert sizes(p.backward("fa3"))["lse_rows"] == (8192 + 128) * 16
     p.seqlen_q = 16384
@@ -145,7 +146,7 @@ def test_short_packed_sequences_cost_few_rows(native: ModuleType) -> None:
     p = problem(native, batch=1000, seqlen_q=16000, seqlen_k=16000, heads_q=1, heads_k=1)
     p.varlen = True
     for variant in VARIANTS:
-        rows = sizes(p.backward(variant))["delta"] // 4 - 128
+        rows = sizes(p.backward(variant))["minus_delta"] // 4 - 128
         assert 16000 + 7 * 1000 <= rows <= 16000 + 7 * 1002
 
 
@@ -529,6 +530,22 @@ def test_every_head_dim_takes_its_kernels(head_dims: tuple[int, int], native: Mo
         assert p.forward("fa3").launches == ["fa3_forward_{}<{}, {}>".format(kind, *of_8_bits)]
 
 
+@pytest.mark.parametrize("head_dims", KERNEL_DIMS)
+@pytest.mark.parametrize("option", ({"softcap": 30.0}, {"alibi": True}))
+def test_rare_head_dims_are_padded_further_with_options(
+    option: dict[str, object], head_dims: tuple[int, int], native: ModuleType
+) -> None:
+    """In fa3: its kernels that change scores have head dims 64, 128 and 256."""
+    dims = dict(zip(("head_dim", "head_dim_v"), head_dims, strict=True))
+    p = problem(native, seqlen_q=300, seqlen_k=300, **dims, **option)
+    wider = next(n for n in (64, 128, 256) if n >= head_dims[0])
+    assert p.forward("fa3").launches == [f"fa3_forward<{wider}, {wider}>"]
+    kind = "_wide" if wider > 128 else ""
+    assert p.backward("fa3").launches == [f"fa3_backward{kind}<{wider}, {wider}>"]
+    p.seqlen_q = 1  # few queries have a kernel for each pair
+    assert p.forward("fa3").launches == ["fa3_decode<{}, {}>".format(*head_dims)]
+
+
 def test_gradients_of_options_follow(native: ModuleType) -> None:
     p = problem(native, seqlen_q=9, seqlen_k=9, bias=True, sink=True, varlen=True)
     assert p.backward("fa2").launches == [
@@ -536,6 +553,63 @@ def test_gradients_of_options_follow(native: ModuleType) -> None:
     ]  # fmt: skip
     p.deterministic = True
     assert p.backward("fa2").launches[0] == "sanitize_cu_seqlens"
+
+
+# --- Tables ---
+
+
+@pytest.fixture(scope="module")
+def with_gaps() -> ModuleType:
+    """The plan with rows and sets of options missing in tuning.h."""
+    home = ROOT / "build" / "tests-native" / "with_gaps"
+    (home / "plan").mkdir(parents=True, exist_ok=True)
+    tuning = (CSRC / "plan" / "tuning.h").read_text()
+    tables = {x.split("[]")[0]: x for x in re.split(r"(?=\bkFa\w+\[\] = )", tuning)}
+    for table, head_dims, options in (
+        ("kFa2Forward", "96, 96", None),
+        ("kFa2Forward", "256, 256", None),
+        ("kFa2Backward", "64, 64", "{2, {kDense, kVarlen}}"),
+        ("kFa3Forward", "256, 256", "{2, {kVarlen, kVarlenSplits}}"),
+        ("kFa3Decode", "128, 128", None),
+    ):
+        row = rf"    \{{\.head_dims = \{{{head_dims}\}},.*?\}}\}},\n"
+        found = re.search(row, tables[table], re.DOTALL)
+        assert found is not None
+        with_options = f"{{.head_dims = {{{head_dims}}}, .options = {options},"
+        head = r"\{\.head_dims = \{.*?\},(\s*\.options = \w+,)?"
+        replacement = options and re.sub(head, with_options, found[0], count=1)
+        tables[table] = tables[table].replace(found[0], replacement or "")
+    (home / "plan" / "tuning.h").write_text("".join(tables.values()))
+    return plan_module(
+        "plan_with_gaps", "-DFLASH_EXT_SM90A", "-fvisibility=hidden", f"-iquote{home}"
+    )
+
+
+def test_a_kernel_lacks_what_its_table_lacks(with_gaps: ModuleType) -> None:
+    """A call takes the next row that holds it and has its options, or is refused with the reason.
+
+    Nothing else has to know the row: no other table, and no list of head dims.
+    """
+
+    def call(d: int, **fields: object) -> object:
+        return problem(with_gaps, seqlen_q=300, seqlen_k=300, head_dim=d, head_dim_v=d, **fields)
+
+    assert call(96).forward("fa2").launches == ["fa2_forward<128, 128>"]
+    assert call(96).forward("fa3").launches == ["fa3_forward<96, 96>"]
+    assert call(64, bias=True).backward("fa2").launches[0] == "fa2_backward<96, 96>"
+    assert call(64).backward("fa2").launches == ["fa2_backward<64, 64>"]
+    assert call(256).backward("fa2").launches == ["fa2_backward<256, 256>"]
+    decoding = dict(seqlen_q=1, seqlen_k=4096)
+    p = problem(with_gaps, **decoding, head_dim=128, head_dim_v=128)
+    assert p.forward("fa3").launches == ["fa3_decode<192, 128>"]
+
+    why = "has no kernel for head dimensions 256 and 256"
+    assert call(256).choose_forward("fa2") == (None, f"variant 'fa2' {why}")
+    assert call(256).choose_forward("auto") == ("fa3", "")
+    assert call(256).choose_backward("fa2") == ("fa2", "")
+    p = call(256, softcap=2.0)
+    assert p.choose_forward("fa3") == (None, f"variant 'fa3' {why} with these options")
+    assert p.choose_forward("auto") == (None, f"variant 'fa2' {why} with these options")
 
 
 # --- Devices ---

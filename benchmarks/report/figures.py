@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import itertools
 import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,9 @@ from typing import Any
 import common
 from cells import HEAD_DIMS, SEQLENS, standard_cells
 from common import Json
-from providers import BEST, BEST_LABEL
-from ratios import geometric_mean, ratios, recorded_note, with_best
+from providers import BEST, LABELS
+
+from .tables import load, mask_of, select, size_name, speeds
 
 FOLDER = common.ROOT / "docs" / "figures"
 FULL_WIDTH, PIXELS = 9.0, 100  # inches, and pixels per inch
@@ -36,7 +38,6 @@ STYLES = {
     "fa1": ("#e69f00", "^", "-"),
     "fa2": ("#009e73", "s", "-"),
     "fa3": ("#0072b2", "o", "-"),
-    "fa3, 128 rows": ("#56b4e9", "p", "-"),
     "flash": ("#cc79a7", "D", "--"),
     "cudnn": ("#d55e00", "v", "--"),
     "efficient": ("#8c6bb1", "<", "--"),
@@ -47,12 +48,6 @@ STYLES = {
     "standard": ("#666666", "P", "-."),
     "naive": ("#b0a000", "*", ":"),
 }
-LABELS = {
-    "fa1": "fa1", "fa2": "fa2", "fa3": "fa3", "flash": "SDPA flash", "cudnn": "SDPA cuDNN",
-    "efficient": "SDPA efficient", "flash_attn_2": "flash-attn 2", "flash_attn_3": "flash-attn 3",
-    "flash_attn_4": "flash-attn 4", BEST: BEST_LABEL, "standard": "standard attention",
-    "naive": "naive softmax",
-}  # fmt: skip
 FORWARD, BACKWARD = "forward", "backward"
 
 
@@ -62,7 +57,7 @@ class Figure:
 
     name: str
     title: str  # also what a reader who does not see it is told
-    data: Callable[[dict[str, Json]], Any]
+    data: Callable[[Path], Any]
     draw: Callable[[Any], Any]
 
     def digest(self, data: Any) -> str:
@@ -106,11 +101,6 @@ def grid(rows: int, columns: int, height: float, **options: Any) -> tuple[Any, A
     return pyplot().subplots(rows, columns, figsize=(FULL_WIDTH, height), **options)
 
 
-def size_name(value: float) -> str:
-    """512, 1k, 2k, ..."""
-    return f"{value / 1024:g}k" if value >= 1024 else f"{value:g}"
-
-
 def over_lengths(axis: Any, lengths: Iterable[int]) -> None:
     """A logarithmic axis of sequence lengths."""
     ticks = sorted(set(lengths))
@@ -121,11 +111,16 @@ def over_lengths(axis: Any, lengths: Iterable[int]) -> None:
     axis.set_xlabel("sequence length S (tokens)")
 
 
+def label_of(method: str) -> str:
+    """In a legend, where there is little room."""
+    return LABELS[method].removeprefix("flash_ext ").removesuffix(", float32")
+
+
 def line(axis: Any, method: str, xs: list[Any], ys: list[Any], **options: Any) -> None:
     """One method's curve."""
     color, marker, style = STYLES[method]
     options = {"color": color, "marker": marker, "linestyle": style} | options
-    axis.plot(xs, ys, label=options.pop("label", LABELS.get(method, method)), **options)
+    axis.plot(xs, ys, label=label_of(method), **options)
 
 
 def legend_above(figure: Any, axis: Any, columns: int = 7) -> None:
@@ -136,200 +131,102 @@ def legend_above(figure: Any, axis: Any, columns: int = 7) -> None:
 
 
 # ------------------------------------------------------------------------------------------- speed
-SPEED_ROWS = ("fa1", "fa2", "fa3", "flash", "cudnn", BEST, "standard")
+SPEED_ROWS = ("fa1", "fa2", "fa3", "flash", "cudnn", "flash_attn_4", "standard")
 
 
-def cells_of(results: dict[str, Json], name: str = "compare") -> list[Json]:
-    """The cells of compare.json, with the best peer."""
-    if name not in results:
-        return []
-    return with_best(results[name]["cells"], results.get("recorded_peers"))
+def speed_data(*directions: str, **wanted: Any) -> Callable[[Path], Any]:
+    """TFLOP/s on the standard grid: [panel, method, {S: speed}]; `wanted`: of these cells alone."""
 
-
-def cells_of_all_variants(results: dict[str, Json]) -> list[Json]:
-    """The same of the last run of everything (compare_full.json)."""
-    return cells_of(results, "compare_full" if "compare_full" in results else "compare")
-
-
-def speed_data(direction: str) -> Callable[[dict[str, Json]], Any]:
-    """TFLOP/s on the standard grid: [causal, d, method, {S: speed}]."""
-
-    def data(results: dict[str, Json]) -> Any:
-        found = standard_cells(cells_of(results), direction)
+    def data(folder: Path) -> Any:
         rows = []
-        for causal in (False, True):
-            for d in HEAD_DIMS:
-                same = [c for c in found if (c["d"], c["causal"]) == (d, causal)]
+        for direction in directions:
+            found = select(standard_cells(speeds(folder), direction), **wanted)
+            panels = dict.fromkeys((c["causal"], c["d"]) for c in sorted(
+                found, key=lambda c: (c["causal"], c["d"])))  # fmt: skip
+            for causal, d in panels:
+                title = f"head dim {d}, {'causal' if causal else 'full'}"
+                title = f"{direction}, {title}" if len(directions) > 1 else title
+                cells = sorted(select(found, causal=causal, d=d), key=lambda c: c["seqlen"])
                 for method in SPEED_ROWS:
-                    speeds = {
+                    points = {
                         c["seqlen"]: round(r["tflops"], 1)
-                        for c in sorted(same, key=lambda c: c["seqlen"])
+                        for c in cells
                         if "ms" in (r := c["providers"].get(method, {}))
                     }
-                    if speeds:
-                        rows.append([causal, d, method, speeds])
+                    if points:
+                        rows.append([title, method, points])
         return rows or None
 
     return data
 
 
 def draw_speed(rows: Any) -> Any:
-    """Rows of panels: mask; columns: head dim."""
-    figure, axes = grid(2, len(HEAD_DIMS), 5.6, sharey=True)
-    for causal, d, method, speeds in rows:
-        axis = axes[int(causal)][HEAD_DIMS.index(d)]
-        line(axis, method, [int(s) for s in speeds], list(speeds.values()))
-        axis.set_title(f"head dim {d}, {'causal' if causal else 'full'}")
+    """A panel for each mask and head dim, or for each direction."""
+    titles = list(dict.fromkeys(r[0] for r in rows))
+    columns = min(len(HEAD_DIMS), len(titles))
+    figure, axes = grid(-(-len(titles) // columns), columns, 3.4 if len(titles) < 4 else 5.6,
+                        sharey=True)  # fmt: skip
+    for title, method, points in rows:
+        axis = axes.flat[titles.index(title)]
+        line(axis, method, [int(s) for s in points], list(points.values()))
+        axis.set_title(title)
+    for axis in axes.flat:
+        over_lengths(axis, SEQLENS)
+        axis.set_ylim(bottom=0)
     for row in axes:
         row[0].set_ylabel("speed (TFLOP/s)")
-        for axis in row:
-            over_lengths(axis, SEQLENS)
-            axis.set_ylim(bottom=0)
     legend_above(figure, max(axes.flat, key=lambda a: len(a.lines)))
     return figure
 
 
-SPEEDUPS = tuple(
-    (ours, peer) for peer in ("standard", "flash", "cudnn", BEST) for ours in ("fa1", "fa2", "fa3")
-)
-
-
-def speedup_data(results: dict[str, Json]) -> Any:
-    """Geometric mean, smallest and largest ratio on the standard grid, by direction and pair, and
-    a note where some are against a recorded one."""
-    rows = []
-    for direction in (FORWARD, BACKWARD):
-        found = standard_cells(cells_of(results), direction)
-        for ours, peer in SPEEDUPS:
-            values = ratios(found, ours, peer)
-            if values:
-                numbers = (geometric_mean(values), min(values), max(values))
-                note = recorded_note(found, ours, peer)
-                rows.append([direction, ours, peer, *(round(x, 3) for x in numbers), note])
-    return rows or None
-
-
-def draw_speedup(rows: Any) -> Any:
-    """Bars: the geometric mean; whiskers: the smallest and the largest cell."""
-    figure, axes = grid(1, 2, 3.4, sharey=True)
-    for axis, direction in zip(axes[0], (FORWARD, BACKWARD), strict=True):
-        peers = list(dict.fromkeys(r[2] for r in rows if r[0] == direction))
-        for offset, ours in enumerate(("fa1", "fa2", "fa3")):
-            mine = {r[2]: r[3:6] for r in rows if r[:2] == [direction, ours]}
-            xs = [peers.index(p) + 0.27 * (offset - 1) for p in mine]
-            means = [m[0] for m in mine.values()]
-            whiskers = [[m[0] - m[1] for m in mine.values()], [m[2] - m[0] for m in mine.values()]]
-            axis.bar(xs, [m - 1 for m in means], 0.25, bottom=1, color=STYLES[ours][0], label=ours,
-                     zorder=2)  # fmt: skip
-            axis.errorbar(xs, means, whiskers, fmt="none", color="#000000", lw=1, capsize=2)
-            for x, (mean, bottom, top) in zip(xs, mine.values(), strict=True):
-                y, side = (top * 1.08, "bottom") if mean >= 1 else (bottom / 1.08, "top")
-                axis.text(x, y, f"{mean:.2f}", ha="center", va=side, fontsize=8)
-        axis.set_ylim(min(r[4] for r in rows) / 3)
-        axis.axhline(1, color="#333333", lw=1)
-        axis.set_yscale("log", base=2)
-        axis.yaxis.set_major_formatter(lambda y, _: f"{y:g}×" if y >= 1 else f"1/{1 / y:g}×")
-        axis.set_xticks(range(len(peers)), [f"over\n{LABELS[p]}".replace(" ", "\n")
-                                            for p in peers], fontsize=9)  # fmt: skip
-        axis.set_title(direction)
-        axis.grid(axis="x", visible=False)
-    axes[0][0].set_ylabel("times as fast")
-    if notes := dict.fromkeys(f"{r[0]}, over {LABELS[r[2]]}{r[6]}" for r in rows if r[6]):
-        figure.supxlabel("\n".join(notes), fontsize=8)
-    legend_above(figure, axes[0][0])
-    return figure
-
-
-GENERATIONS = ("standard", "fa1", "fa2", "fa3")
-
-
-def generations_data(results: dict[str, Json]) -> Any:
-    """TFLOP/s of each generation at one size of the grid, by direction: [direction, {method}]."""
-    rows = []
-    for direction in (FORWARD, BACKWARD):
-        for cell in standard_cells(cells_of_all_variants(results), direction):
-            if (cell["d"], cell["causal"], cell["seqlen"]) == (128, False, 2048):
-                speeds = {
-                    m: round(cell["providers"][m]["tflops"], 1)
-                    for m in GENERATIONS
-                    if "ms" in cell["providers"].get(m, {})
-                }
-                rows.append([direction, speeds])
-    return rows or None
-
-
-def draw_generations(rows: Any) -> Any:
-    """Bars of TFLOP/s, with the gain over the generation before."""
-    figure, axes = grid(1, 2, 2.7, sharey=True)
-    for axis, (direction, speeds) in zip(axes[0], rows, strict=False):
-        before = None
-        for place, (method, speed) in enumerate(speeds.items()):
-            axis.bar(place, speed, 0.7, color=STYLES[method][0], zorder=2)
-            gain = f"\n{speed / before:.1f}× the one before" if before else ""
-            axis.text(place, speed, f"{speed:.0f}{gain}", ha="center", va="bottom", fontsize=8)
-            before = speed
-        axis.set_xticks(range(len(speeds)), [LABELS[m].replace(" ", "\n") for m in speeds])
-        axis.set_title(f"{direction}, head dim 128, S 2k, full")
-        axis.grid(axis="x", visible=False)
-        axis.margins(y=0.2)
-    axes[0][0].set_ylabel("speed (TFLOP/s)")
-    return figure
-
-
 # ------------------------------------------------------------------------------------------ memory
-def memory_data(results: dict[str, Json]) -> Any:
-    """Bytes by method, direction and S, and the shape."""
-    if "memory" not in results:
-        return None
-    memory = results["memory"]
-    rows = [
-        [method, direction, row["bytes"]]
-        for method, by_direction in memory["providers"].items()
-        for direction, row in by_direction.items()
-        if row["bytes"]
-    ]
-    return {"shape": memory["shape"], "rows": rows}
+def memory_data(folder: Path) -> Any:
+    """Bytes by method and S, forward and backward together, and the shape."""
+    rows = select(load("memory", folder), direction="both")
+    shape = {n: rows[0][n] for n in ("batch", "heads", "d", "causal")} if rows else {}
+    points = [[r["provider"], r["bytes"]] for r in rows if r["bytes"]]
+    return {"shape": shape, "rows": points} if points else None
 
 
 def draw_memory(data: Any) -> Any:
-    """Forward, and forward with backward, in MiB; where a curve ends, the method stops."""
-    figure, axes = grid(1, 2, 3.4, sharey=True)
-    shape = data["shape"]
-    lengths = {int(s) for row in data["rows"] for s in row[2]}
-    for axis, direction in zip(axes[0], (FORWARD, "both"), strict=True):
-        widths = iter((5.5, 3.5, 1.6, 1.6, 1.6, 1.6, 1.6))
-        for method, _, points in (r for r in data["rows"] if r[1] == direction):
-            # Equal curves lie on each other: the first ones are drawn wider.
-            line(axis, method, [int(s) for s in points], [b / 2**20 for b in points.values()],
-                 linewidth=next(widths) if method in ("fa1", "fa2", "fa3") else 1.6,
-                 markersize=3.5)  # fmt: skip
-        over_lengths(axis, lengths)
-        axis.set_yscale("log")
-        axis.set_title("forward" if direction == FORWARD else "forward and backward")
-    axes[0][0].set_ylabel("peak extra memory (MiB)")
-    legend_above(figure, axes[0][0])
-    figure.supxlabel(f"batch {shape['batch']}, {shape['heads']} heads of {shape['d']}", fontsize=8)
+    """In MiB; where a curve ends, the method stops. Equal curves lie on each other: their markers
+    stand at every third length, each method's a length later."""
+    figure, axes = grid(1, 1, 3.4)
+    axis, shape = axes[0][0], data["shape"]
+    for place, (method, points) in enumerate(data["rows"]):
+        line(axis, method, [int(s) for s in points], [b / 2**20 for b in points.values()],
+             markevery=(place % 3, 3))  # fmt: skip
+    over_lengths(axis, {int(s) for row in data["rows"] for s in row[1]})
+    axis.set_yscale("log")
+    axis.set_title(f"forward and backward, batch {shape['batch']}, {shape['heads']} heads of"
+                   f" {shape['d']}, {mask_of(shape)}")  # fmt: skip
+    axis.set_ylabel("peak extra memory (MiB)")
+    legend_above(figure, axis)
     return figure
 
 
 # ---------------------------------------------------------------------------------------------- IO
-def io_data(results: dict[str, Json]) -> Any:
-    """Bytes at both boundaries, and the model's, over S at head dim 64."""
-    counted = [c for c in results.get("io", {}).get("cases", []) if "sm" in c]
+METHODS = ("standard", "fa1", "fa2", "fa3")
+
+
+def over_s(folder: Path) -> Iterator[tuple[str, str, list[Json]]]:
+    """(direction, method, cases by S) of what io.py counted at head dim 64 with the most heads."""
+    counted = [c for c in load("io", folder) if "sm" in c]
     heads = max((c["heads"] for c in counted), default=0)
-    rows = []
-    for direction in (FORWARD, BACKWARD):
-        for method in GENERATIONS:
-            same = sorted(
-                (c for c in counted if (c["method"], c["direction"], c["d"], c["heads"])
-                 == (method, direction, 64, heads)), key=lambda c: c["seqlen"],
-            )  # fmt: skip
-            if same:
-                points = {
-                    c["seqlen"]: [c["hbm_read"] + c["hbm_written"], c["sm"], c["model"]]
-                    for c in same
-                }
-                rows.append([direction, method, points])
+    for direction, method in itertools.product((FORWARD, BACKWARD), METHODS):
+        same = select(counted, direction=direction, method=method, d=64, heads=heads)
+        if same:
+            yield direction, method, sorted(same, key=lambda c: c["seqlen"])
+
+
+def io_data(folder: Path) -> Any:
+    """Bytes at both boundaries, and the model's, over S."""
+    rows = [
+        [direction, method,
+         {c["seqlen"]: [c["hbm_read"] + c["hbm_written"], c["sm"], c["model"]] for c in cases}]
+        for direction, method, cases in over_s(folder)
+    ]  # fmt: skip
+    heads = next((cases[0]["heads"] for *_, cases in over_s(folder)), 0)
     return {"heads": heads, "rows": rows} if rows else None
 
 
@@ -359,26 +256,19 @@ def draw_io(data: Any) -> Any:
     return figure
 
 
-def roofline_data(results: dict[str, Json]) -> Any:
+def roofline_data(folder: Path) -> Any:
     """FLOPs per byte of HBM, and TFLOP/s, of what io.py counted and timed."""
-    io = results.get("io")
-    counted = [c for c in (io or {}).get("cases", []) if "sm" in c]
-    if io is None or not counted:
+    rows = [
+        [direction, method,
+         [[c["seqlen"], round(c["tflops"] * c["ms"] * 1e9 / (c["hbm_read"] + c["hbm_written"]), 1),
+           c["tflops"]] for c in cases]]
+        for direction, method, cases in over_s(folder)
+    ]  # fmt: skip
+    limits = select(load("io", folder), limits=True)
+    if not rows or not limits:
         return None
-    heads = max(c["heads"] for c in counted)
-    rows = []
-    for direction in (FORWARD, BACKWARD):
-        for method in GENERATIONS:
-            points = [
-                [c["seqlen"], round(c["tflops"] * c["ms"] * 1e9
-                                    / (c["hbm_read"] + c["hbm_written"]), 1), c["tflops"]]
-                for c in sorted(counted, key=lambda c: c["seqlen"])
-                if (c["method"], c["direction"], c["d"], c["heads"])
-                == (method, direction, 64, heads)
-            ]  # fmt: skip
-            if points:
-                rows.append([direction, method, points])
-    return {"ceilings": io["ceilings"], "rows": rows}
+    ceilings = {name: limits[0][name] for name in ("matmul_tflops", "copy_tbps")}
+    return {"ceilings": ceilings, "rows": rows}
 
 
 def draw_roofline(data: Any) -> Any:
@@ -397,7 +287,7 @@ def draw_roofline(data: Any) -> Any:
                               xytext=(4, -10), fontsize=7.5, color="#333333")  # fmt: skip
         axis.set_xscale("log")
         axis.set_yscale("log")
-        axis.set_title(f"{direction}, head dim 64, S as written")
+        axis.set_title(f"{direction}, head dim 64, labels: S")
         axis.set_xlabel("FLOPs per byte of HBM")
         axis.yaxis.set_major_formatter("{x:g}")
         axis.yaxis.set_minor_formatter("")
@@ -411,21 +301,21 @@ def draw_roofline(data: Any) -> Any:
 NUMERICS_ROWS = ("fa1", "fa2", "fa3", "flash", "cudnn", "efficient", "standard", "naive")
 
 
-def numerics_data(results: dict[str, Json]) -> Any:
-    """RMS errors of out and dq at the longest S without a mask; None where not all is finite."""
-    numerics = results.get("numerics")
-    if numerics is None:
+def numerics_data(folder: Path) -> Any:
+    """RMS errors of out and dq at the longest S without a mask; None if not all is finite."""
+    cells = [c for c in load("numerics", folder) if "distribution" in c]
+    if not cells:
         return None
-    longest = max(c["seqlen"] for c in numerics["cells"])
+    longest = max(c["seqlen"] for c in cells)
     rows = [
         [c["dtype"], tensor, c["distribution"], method,
          None if "finite" in found or "rms" not in found else found["rms"]]
-        for c in numerics["cells"] if c["seqlen"] == longest and not c["causal"]
+        for c in select(cells, seqlen=longest, causal=False)
         for tensor in ("out", "dq")
         for method in NUMERICS_ROWS
         if (found := c["providers"].get(method, {}).get(tensor)) is not None
     ]  # fmt: skip
-    return {"seqlen": longest, "d": numerics["d"], "rows": rows}
+    return {"seqlen": longest, "d": cells[0]["d"], "rows": rows}
 
 
 def draw_numerics(data: Any) -> Any:
@@ -439,7 +329,7 @@ def draw_numerics(data: Any) -> Any:
         axis = axes[("out", "dq").index(tensor)][dtypes.index(dtype)]
         x = kinds.index(kind) + 0.1 * (methods.index(method) - (len(methods) - 1) / 2)
         color, marker, _ = STYLES[method]
-        label = LABELS[method] if kind == kinds[0] else None
+        label = label_of(method) if kind == kinds[0] else None
         if value is None:  # at the top edge: not a number
             axis.plot(x, 0.97, color=color, marker="$\u2715$", markersize=7, linestyle="",
                       transform=axis.get_xaxis_transform())  # fmt: skip
@@ -456,100 +346,56 @@ def draw_numerics(data: Any) -> Any:
             for edge in range(len(kinds) - 1):
                 axis.axvline(edge + 0.5, color="#bbbbbb", lw=0.8)
     legend_above(figure, axes[0][0], 4)
-    figure.supxlabel(f"S {data['seqlen']}, head dim {data['d']}, no mask; ✕ at the top: results"
-                     " that are not numbers", fontsize=8)  # fmt: skip
-    return figure
-
-
-# ---------------------------------------------------------------------------------------- training
-def training_data(results: dict[str, Json]) -> Any:
-    """Tokens per second over SDPA's, by model and S."""
-    rows = []
-    for c in results.get("train", {}).get("cells", []):
-        speeds = {n: r["tokens_per_second"] for n, r in c["providers"].items()
-                  if "tokens_per_second" in r}  # fmt: skip
-        base = speeds.get("sdpa")
-        rows += [
-            [f"{c['model']}, S {c['seqlen']}", name, round(x / base, 4)]
-            for name, x in speeds.items()
-            if base and name != "sdpa"
-        ]
-    return rows or None
-
-
-def draw_training(rows: Any) -> Any:
-    """Bars, from SDPA with the backend that it chooses itself on."""
-    kinds = list(dict.fromkeys(r[0] for r in rows))
-    methods = [m for m in STYLES if any(r[1] == m for r in rows)]
-    figure, axes = grid(1, 1, 3.2)
-    axis = axes[0][0]
-    for place, method in enumerate(methods):
-        mine = {r[0]: r[2] for r in rows if r[1] == method}
-        width = 0.8 / len(methods)
-        xs = [kinds.index(k) + width * (place - (len(methods) - 1) / 2) for k in mine]
-        axis.bar(xs, [v - 1 for v in mine.values()], width * 0.95, bottom=1, zorder=2,
-                 color=STYLES[method][0], label=LABELS[method])  # fmt: skip
-    axis.set_xticks(range(len(kinds)), [k.replace(", ", "\n") for k in kinds])
-    axis.axhline(1, color="#333333", lw=1)
-    axis.set_ylabel("tokens/s over SDPA's (×)")
-    axis.grid(axis="x", visible=False)
-    legend_above(figure, axis)
+    figure.supxlabel(f"S {data['seqlen']}, head dim {data['d']}, no mask; ✕ at the top: NaN",
+                     fontsize=8)  # fmt: skip
     return figure
 
 
 FIGURES = (
+    Figure("speed", "Speed by sequence length, head dim 128, causal",
+           speed_data(FORWARD, BACKWARD, d=128, causal=True), draw_speed),
     Figure("speed_forward", "Forward speed by sequence length, head dim and mask",
            speed_data(FORWARD), draw_speed),
     Figure("speed_backward", "Backward speed by sequence length, head dim and mask",
            speed_data(BACKWARD), draw_speed),
-    Figure("speedup", "How many times as fast as standard attention and the peers", speedup_data,
-           draw_speedup),
-    Figure("generations", "Speed of each generation at one size", generations_data,
-           draw_generations),
     Figure("memory", "Peak extra memory by sequence length", memory_data, draw_memory),
     Figure("io", "Bytes moved by sequence length, counted and predicted", io_data, draw_io),
     Figure("roofline", "Roofline with each generation's kernels on it", roofline_data,
            draw_roofline),
     Figure("numerics", "Errors against float64 by type and input distribution", numerics_data,
            draw_numerics),
-    Figure("training", "Training speed from end to end", training_data, draw_training),
 )  # fmt: skip
 
 
-def load(folder: Path) -> dict[str, Json]:
-    """The results of a GPU, by file name."""
-    return {p.stem: found for p in sorted(folder.glob("*.json")) if (found := common.read_json(p))}
+def pictures(folder: Path, document: Path, *names: str) -> list[str]:
+    """The image lines of a GPU's figures in a document, as far as there are data for them."""
+    found = []
+    for figure in (f for f in FIGURES if f.name in names):
+        if figure.data(folder) is not None:
+            path = os.path.relpath(figure.path(folder.name), common.ROOT / document.parent)
+            found.append(f"![{figure.title}]({Path(path).as_posix()})")
+    return found
 
 
-def markdown(name: str, gpu: str, document: Path) -> str | None:
-    """The image line of a figure in a document, or None where nothing was measured for it."""
-    figure = next(f for f in FIGURES if f.name == name)
-    if figure.data(load(common.RESULTS / gpu)) is None:
-        return None
-    path = os.path.relpath(figure.path(gpu), common.ROOT / document.parent)
-    return f"![{figure.title}]({Path(path).as_posix()})"
-
-
-def stale(gpu: str) -> list[str]:
-    """The figures that do not belong to the results, by name."""
-    results = load(common.RESULTS / gpu)
+def stale(folder: Path) -> list[str]:
+    """The figures that do not belong to the results of a GPU, by name."""
     found = []
     for figure in FIGURES:
-        data, path = figure.data(results), figure.path(gpu)
+        data, path = figure.data(folder), figure.path(folder.name)
         text = path.read_text() if path.is_file() else ""
         if (data is None) != (not text) or (data and figure.digest(data) not in text):
             found.append(figure.name)
     return found
 
 
-def write(gpu: str) -> list[Path]:
+def write(folder: Path) -> list[Path]:
     """Draw every figure whose data there are, and delete the others."""
-    results = load(common.RESULTS / gpu)
     written = []
+    for path in (FOLDER / folder.name).glob("*.svg"):
+        path.unlink()
     for figure in FIGURES:
-        data, path = figure.data(results), figure.path(gpu)
+        data, path = figure.data(folder), figure.path(folder.name)
         if data is None:
-            path.unlink(missing_ok=True)
             continue
         path.parent.mkdir(parents=True, exist_ok=True)
         drawn = figure.draw(json.loads(json.dumps(data)))

@@ -1,53 +1,86 @@
-"""README's line and picture of speed."""
+"""README's line and curves of speed, and what `python -m flash_ext.bench` prints."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import common
-from cells import standard_cells
+import results
+from cells import is_plain
 from common import Json
-from providers import BEST, BEST_LABEL
-from ratios import geometric_mean, ratios, recorded_note, with_best
-from support import BOTH
 
-from .sections import picture
-from .tables import NOWHERE, UNKNOWN, gpu_folders
+import flash_ext
+from flash_ext.bench.measure import with_best_peer
+from flash_ext.bench.output import table
 
-PEERS = {BEST: f"the {BEST_LABEL}", "cudnn": "SDPA cuDNN"}  # the first of them that was measured
-
-
-def words_of(cells: list[Json], direction: str) -> str:
-    """What fa3 reaches in a direction, or nothing where that is not measured."""
-    found = standard_cells(cells, direction)
-    speeds = [r["tflops"] for c in found if "tflops" in (r := c["providers"].get("fa3", {}))]
-    for peer, label in PEERS.items():
-        if values := ratios(found, "fa3", peer):
-            note = recorded_note(found, "fa3", peer)
-            return (
-                f"{direction} {geometric_mean(values):.2f}× the speed of {label}"
-                f" (geometric mean of {len(values)} shapes{note}), up to {max(speeds):.0f} TFLOP/s"
-            )
-    return ""
+from . import figures
+from .speed import BOTH, words_of
+from .tables import NOWHERE, device_of, gpu_folders, has_grid, load
 
 
-def front_section() -> str:
-    """A line for each GPU that measured the source as it is, and the figure of the first one's
-    ratios. While none has, the lines and figure of other sources, which each line names."""
-    found: list[tuple[bool, Path, Json]] = []
-    for folder in gpu_folders("compare"):
-        if compare := common.read_json(folder / "compare.json"):
-            found.append((compare["digest"] != common.source_digest(), folder, compare))
-    found = [x for x in found if not x[0]] or found
-    parts = []
-    for _, folder, compare in sorted(found, key=lambda x: x[:2]):
-        recorded = common.read_json(folder / "recorded_peers.json")
-        cells = with_best(compare["cells"], recorded)
-        line = "; ".join(words for x in BOTH if (words := words_of(cells, x))) or UNKNOWN
-        parts.append(
-            f"{compare['device']}, fa3: {line}. bf16, source `{compare['digest']}`,"
-            f" {compare['date'][:10]}."
-        )
-    if found:
-        parts[1:1] = picture(min(found, key=lambda x: x[:2])[1], "speedup", document="README.md")
-    return "\n\n".join(parts) or NOWHERE
+def measured() -> list[Path]:
+    """The GPUs that measured the kernels as they are, or while there is none those that measured
+    older ones."""
+    folders = [p for p in gpu_folders("compare") if words_of(p, "forward")]
+    fresh = [p for p in folders if any(results.is_current("compare", row["setup"])
+                                       for row in has_grid(p, "forward", "fa3"))]  # fmt: skip
+    return fresh or folders
+
+
+def front_section(document: str = "README.md") -> str:
+    """A line for each GPU that measured the kernels as they are, and the first one's curves. While
+    none has, the lines and curves of older kernels, which each line names."""
+    folders, parts = measured(), []
+    for folder in folders[: None if document == "README.md" else 1]:
+        words = [w for x in BOTH if (w := words_of(folder, x))]
+        setup = has_grid(folder, "forward", "fa3")[0]["setup"]
+        parts.append(f"{device_of(folder)}, fa3, bf16: {'; '.join(words)} (kernels"
+                     f" `{setup['kernels']}`, {setup['date'][:10]}).")  # fmt: skip
+    if not parts:
+        return NOWHERE
+    curves = figures.pictures(folders[0], Path(document), "speed")
+    return "\n\n".join(filter(None, (parts[0], *curves, " ".join(parts[1:]))))
+
+
+# A cell of the standard grid, the names of its rows in flash_ext.bench, in their order, and the
+# arguments that ask for it.
+SAMPLE = {"dtype": "bf16", "d": 128, "causal": True, "seqlen": 4096, "batch": 4, "heads": 16,
+          "direction": "forward"}  # fmt: skip
+SAMPLE_ARGUMENTS = "--shape 4 4096 16 128 --causal --forward"
+SAMPLE_ROWS = {
+    **{name: f"flash_ext {name}" for name in flash_ext.VARIANTS},
+    **{"flash": "SDPA flash", "cudnn": "SDPA cuDNN", "efficient": "SDPA efficient"},
+    **{f"flash_attn_{x}": f"flash-attn {x}" for x in (2, 3, 4)},
+    "standard": "standard attention",
+}
+
+
+def as_bench_cell(cell: Json) -> Json:
+    """A cell of compare.py as one of flash_ext.bench, which has the same timer."""
+    rows = {
+        label: {"us": r["ms"] * 1e3, "tflops": r["tflops"], "error": r["error"]}
+        for name, label in SAMPLE_ROWS.items()
+        if "ms" in (r := cell["providers"].get(name, {}))
+    }
+    shape = {
+        "batch": cell["batch"], "queries": cell["seqlen"], "keys": cell["seqlen"],
+        "heads": cell["heads"], "kv_heads": cell["heads"], "head_dim": cell["d"],
+        "head_dim_v": cell["d"], "causal": cell["causal"], "direction": cell["direction"],
+        "dtype": "bfloat16", "rows": rows,
+    }  # fmt: skip
+    return with_best_peer(shape, (x for n, x in SAMPLE_ROWS.items() if n not in flash_ext.VARIANTS))
+
+
+def bench_section() -> str:
+    """The table of a command, with the times of the first GPU that measured its shape."""
+    for folder in measured():
+        for cell in load("compare", folder):
+            if is_plain(cell) and SAMPLE.items() <= cell.items():
+                setup = cell["setup"]
+                return (
+                    "The table of a command, with times that `benchmarks/compare.py`, which has the"
+                    f" same timer, measured on an {setup['device']} with torch {setup['torch']},"
+                    f" kernels `{setup['kernels']}`:\n\n"
+                    f"```\n$ python -m flash_ext.bench {SAMPLE_ARGUMENTS}\n"
+                    f"{table(as_bench_cell(cell))}\n```"
+                )
+    return NOWHERE

@@ -2,57 +2,43 @@
 
 from __future__ import annotations
 
-import common
+from collections.abc import Iterator
+
 import torch
 from common import Json
-from support import BOTH, features, probe
+from support import BOTH, FEATURES, probe
 
 import flash_ext
 
-from .tables import UNKNOWN, YES, gpu_folders, provenance, table
+from .tables import UNKNOWN, Entry, device_of, gpu_folders, load, pivot, provenance
 
 
 def support_section() -> str:
     """Features x variants x devices; a "no" has its reason below."""
-    sources: list[tuple[str, Json | None]] = []
-    for folder in gpu_folders("support"):
-        result = common.read_json(folder / "support.json")
-        device = next(
-            (r["device"] for n in ("support", "compare", "tests")
-             if (r := common.read_json(folder / f"{n}.json"))), folder.name,
-        )  # fmt: skip
-        sources.append((device, result["support"] if result else None))
-    sources = sources or [("CUDA", None)]
-    on_cpu = probe(torch.device("cpu"))
+    gpus = gpu_folders("support")[:1]  # others answer alike
+    asked = {device_of(p): {r["feature"]: r["answers"] for r in load("support", p)} for p in gpus}
+    sources: dict[str, Json] = (asked or {"CUDA": {}}) | {"CPU": probe(torch.device("cpu"))}
     notes: dict[str, int] = {}
 
-    def answer(asked: Json | None, name: str, variant: str, directions: tuple[str, ...]) -> str:
-        feature = features()[name]
-        wanted = [d for d in directions if d in feature.directions]
-        if not wanted or (asked is on_cpu and feature.cuda_only):
-            return ""  # the question makes no sense
-        if asked is None or variant not in asked.get(name, {}):
-            return UNKNOWN
-        reasons = [asked[name][variant].get(d) for d in wanted]
-        reason = next((r for r in reasons if r is not None), None)
-        if reason is None:
-            return YES
-        return f"no ({notes.setdefault(reason, len(notes) + 1)})"
+    def answer(answers: Json, directions: list[str]) -> str:
+        reason = next((r for d in directions if (r := answers.get(d)) is not None), None)
+        return "yes" if reason is None else f"no ({notes.setdefault(reason, len(notes) + 1)})"
 
-    variants = flash_ext.VARIANTS
-    columns = [
-        *((asked, v, (direction,)) for _, asked in sources for v in variants for direction in BOTH),
-        *((on_cpu, v, BOTH) for v in flash_ext.CPU_VARIANTS),
-    ]
-    head = [f"{v} {d}, {name}" for name, _ in sources for v in variants for d in BOTH]
-    rows = [[name, *(answer(asked, name, v, d) for asked, v, d in columns)] for name in features()]
-    lines = [
-        f"{folder.name}: {provenance(result)}."
-        for folder in gpu_folders("support")
-        if (result := common.read_json(folder / "support.json"))
-    ]
-    lines += [table(["", *head, *(f"{v}, CPU" for v in flash_ext.CPU_VARIANTS)], rows)]
+    def entries() -> Iterator[Entry]:
+        for name, feature in FEATURES.items():
+            for device, found in sources.items():
+                cpu = device == "CPU"
+                for variant in flash_ext.CPU_VARIANTS if cpu else flash_ext.VARIANTS:
+                    for ways in (list(feature.directions),) if cpu else ([d] for d in BOTH):
+                        column = f"{variant}, CPU" if cpu else f"{variant} {ways[0]}, {device}"
+                        answers = found.get(name, {}).get(variant)
+                        text = UNKNOWN if answers is None else answer(answers, ways)
+                        asked = set(ways) <= set(feature.directions)
+                        yield (name,), column, text if asked else ""
+
+    lines = [pivot([""], entries())]
     sizes = ", ".join(str(d) if d == v else f"{d}/{v}" for d, v in flash_ext.KERNEL_DIMS)
     lines += [f"Head dims with kernels: {sizes}; others are padded inside to the next."]
     lines += [f"({number}) {reason.rstrip('.')}." for reason, number in notes.items()]
+    lines += [f"{device_of(p)}: {provenance(load('support', p), 'support')}." for p in gpus]
     return "\n\n".join(lines)

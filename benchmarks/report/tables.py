@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import common
+import results
+from cells import standard_cells
 from common import Json
+from ratios import with_best
 
-YES, NO, UNKNOWN = "yes", "–", "not measured yet"
+NO, UNKNOWN = "–", "not measured yet"
 NOWHERE = f"On a GPU: {UNKNOWN}."
+Entry = tuple[tuple[str, ...], str, str]  # the words that a line begins with, a column, the text
 
 
 def table(head: list[str], rows: list[list[str]], words: int = 1) -> str:
@@ -19,46 +24,79 @@ def table(head: list[str], rows: list[list[str]], words: int = 1) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in [head, rule, *rows])
 
 
-def select(cells: list[Json], **wanted: object) -> list[Json]:
-    """The cells whose entries equal ``wanted``, or are in it where it is a tuple."""
+def pivot(head: list[str], entries: Iterable[Entry], first: Iterable[str] = ()) -> str:
+    """A table of entries, lines and columns in the order in which they come; '–' where none is.
+    Columns of `first` come first."""
+    lines: dict[tuple[str, ...], dict[str, str]] = {}
+    columns: dict[str, None] = dict.fromkeys(first)
+    for line, column, text in entries:
+        lines.setdefault(line, {})[column] = text
+        columns[column] = None
+    body = [[*line, *(found.get(c, NO) for c in columns)] for line, found in lines.items()]
+    return table([*head, *columns], body, words=len(head))
+
+
+def select(cells: Iterable[Json], **wanted: object) -> list[Json]:
+    """The cells whose entries equal ``wanted``, or are in it if it is a tuple."""
     return [
         cell
         for cell in cells
         if all(
-            cell[key] in value if isinstance(value, tuple) else cell[key] == value
+            cell.get(key) in value if isinstance(value, tuple) else cell.get(key) == value
             for key, value in wanted.items()
         )
     ]
 
 
-def provenance(result: Json) -> str:
-    """Where a result file's numbers come from."""
-    versions = [f"torch {result['torch']}"]
-    versions += [f"cuDNN {result['cudnn']}"] if result.get("cudnn") else []
-    versions += [f"driver {result['driver']}"] if result.get("driver") else []
-    return f"{', '.join(versions)}; {result['date'][:10]}; source `{result['digest']}`"
+@functools.lru_cache(maxsize=64)
+def _load(subject: str, folder: Path, changed: int) -> list[Json]:
+    return results.load(subject, folder)
 
 
-def gpu_folders(name: str = "*") -> list[Path]:
-    """The devices with results, the CPU's smoke tests aside.
+def load(subject: str, folder: Path) -> list[Json]:
+    """The rows of a subject of one GPU: see results.load."""
+    path = folder / f"{subject}.jsonl"
+    return _load(subject, folder, path.stat().st_mtime_ns) if path.is_file() else []
 
-    `name`: those with a file of this name, since a second GPU need not have everything; all of
-    them where none has.
-    """
-    folders = sorted(p for p in common.RESULTS.glob("*") if p.is_dir() and p.name != "cpu")
-    found = [p for p in folders if any(p.glob("*.json"))]
-    return [p for p in found if any(p.glob(f"{name}.json"))] or found
+
+def speeds(folder: Path) -> list[Json]:
+    """The rows of compare.py, with the best peer of each."""
+    recorded = common.read_json(folder / "recorded_peers.json")
+    return with_best(load("compare", folder), recorded)
+
+
+def provenance(rows: list[Json], subject: str = "") -> str:
+    """Where numbers come from: versions, dates, and the code that they depend on."""
+    setups = [row["setup"] for row in rows]
+
+    def every(name: str, what: Callable[[str], str] = str) -> str:
+        found = dict.fromkeys(what(s[name]) for s in setups if s.get(name))
+        return ", ".join(sorted(found)) or "not recorded"
+
+    digests = (f"source `{every('digest')}`" if subject in results.PACKAGE
+               else f"kernels `{every('kernels')}`")  # fmt: skip
+    versions = f"torch {every('torch')}, cuDNN {every('cudnn')}, driver {every('driver')}"
+    return f"{versions}; {every('date', lambda date: str(date)[:10])}; {digests}"
+
+
+def device_of(folder: Path) -> str:
+    """A GPU's name."""
+    rows = next((rows for path in sorted(folder.glob("*.jsonl")) if (rows := results.read(path))),
+                None)  # fmt: skip
+    return str(rows[0]["setup"]["device"]) if rows else folder.name
+
+
+def gpu_folders(subject: str = "*") -> list[Path]:
+    """The devices with results of a subject, the CPU's smoke tests aside; the one of which most is
+    measured first."""
+    folders = [p for p in sorted(common.RESULTS.glob("*")) if p.is_dir() and p.name != "cpu"]
+    found = [p for p in folders if any(p.glob(f"{subject}.jsonl"))]
+    return sorted(found, key=lambda p: -len(list(p.glob("*.jsonl"))))
 
 
 def main_gpu() -> Path | None:
-    """The GPU of which most is measured. What others lack is not missing: it is read there."""
-    folders = gpu_folders()
-    return max(folders, key=lambda folder: len(list(folder.glob("*.json")))) if folders else None
-
-
-def relevant(folder: Path, rows: Iterable[list[str]], column: int) -> list[list[str]]:
-    """Of a second GPU only the rows with a measurement in this column."""
-    return [row for row in rows if folder == main_gpu() or row[column] not in (UNKNOWN, NO)]
+    """The GPU of which most is measured, if there is one."""
+    return next(iter(gpu_folders()), None)
 
 
 def number(x: float, digits: int = 3) -> str:
@@ -73,3 +111,19 @@ def span(values: list[float], unit: str = "×", digits: int = 3) -> str:
     """The range of some numbers, or the one number that they all are."""
     low, high = (number(x, digits) + unit for x in (min(values), max(values)))
     return low if low == high else f"{low} – {high}"
+
+
+def size_name(value: float) -> str:
+    """512, 1k, 2k, ..."""
+    return f"{value / 1024:g}k" if value >= 1024 else f"{value:g}"
+
+
+def mask_of(cell: Json) -> str:
+    """'causal' or 'full'."""
+    return "causal" if cell["causal"] else "full"
+
+
+def has_grid(folder: Path, direction: str, *names: str) -> list[Json]:
+    """The cells of the standard grid in which all of these providers were timed."""
+    cells = standard_cells(speeds(folder), direction)
+    return [c for c in cells if all("ms" in c["providers"].get(n, {}) for n in names)]

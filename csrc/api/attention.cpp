@@ -5,6 +5,7 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/stableivalue_conversions.h>
 
 #include <algorithm>
 #include <cmath>
@@ -13,9 +14,7 @@
 #include <vector>
 
 #include "api/check.h"
-#include "api/debug_seqlens.h"
 #include "api/out_of_memory.h"
-#include "api/stream.h"
 #include "plan/dispatch.h"
 #include "plan/plan.h"
 #include "problem/mask.cuh"
@@ -23,31 +22,6 @@
 
 namespace flash_ext {
 namespace {
-
-// Scratch memory, given back to torch's allocator when the call returns: the allocator reuses it
-// only for work later on the same stream.
-Tensor allocate(const Workspace& workspace, const Tensor& q) {
-    if (workspace.bytes() == 0) return Tensor();
-    Tensor memory = empty(q, {workspace.bytes() / 4}, ScalarType::Float);
-    workspace.assign(memory.data_ptr());
-    return memory;
-}
-
-Operand operand(const char* name, const Tensor& tensor) {
-    Operand x{.name = name,
-              .data = tensor.data_ptr(),
-              .sizes = {1, 1, 1, 1},
-              .strides = {0, 0, 0, 0},
-              .element_bytes = static_cast<int>(tensor.element_size())};
-    const auto sizes = tensor.sizes();
-    const auto strides = tensor.strides();
-    const size_t first = 4 - sizes.size();  // packed sequences have no dimension of batches
-    for (size_t dim = 0; dim < sizes.size(); ++dim) {
-        x.sizes[first + dim] = sizes[dim];
-        x.strides[first + dim] = strides[dim];
-    }
-    return x;
-}
 
 TensorView view(const Tensor& tensor) { return operand("", tensor).view(); }
 
@@ -72,18 +46,10 @@ Bias bias_of(const Tensor& tensor) {
     return bias;
 }
 
-// The options with a bias that kernels can read: keys side by side, or one for all of them.
-Options readable(Options options) {
-    if (options.bias && options.bias->dim() == 4 && options.bias->size(3) > 1 &&
-        options.bias->stride(3) != 1)
-        options.bias = torch::stable::contiguous(*options.bias);
-    return options;
-}
-
-ElementType element_type(ScalarType dtype) {
-    if (dtype == ScalarType::Float8_e4m3fn) return ElementType::kFloat8;
-    if (dtype == ScalarType::Char) return ElementType::kInt8;
-    return dtype == ScalarType::Half ? ElementType::kFloat16 : ElementType::kBFloat16;
+// A bias as kernels read it: keys side by side, or one for all of them.
+std::optional<Tensor> readable(const std::optional<Tensor>& bias) {
+    const bool scattered = bias && bias->size(3) > 1 && bias->stride(3) != 1;
+    return scattered ? torch::stable::contiguous(*bias) : bias;
 }
 
 // Of one value, (B, Hk), or (B, H, blocks or channels), where H is Hq for q's blocks.
@@ -101,7 +67,7 @@ Descale descale_of(const std::optional<Tensor>& tensor, bool of_queries) {
     return descale;
 }
 
-// Everything but the tensors of the pass.
+// Everything but the tensors of the pass and the bias.
 void fill_params(AttentionParams& params, const Call& call, const Tensor& q, const Options& options,
                  float max_p_factor) {
     const Sizes& sizes = call.sizes;
@@ -134,7 +100,6 @@ void fill_params(AttentionParams& params, const Call& call, const Tensor& q, con
     params.alibi_slopes = data_of<float>(options.alibi_slopes);
     if (options.alibi_slopes && options.alibi_slopes->dim() == 2)
         params.alibi_batch_stride = options.alibi_slopes->stride(0);
-    if (options.bias) params.bias = bias_of(*options.bias);
     params.sink = data_of<float>(options.sink);
 
     params.q_descale = descale_of(options.q_descale, /*of_queries=*/true);
@@ -170,8 +135,16 @@ Variant forward_variant(const Call& call, const Options& options) {
     return *choice.variant;
 }
 
+// Plans the rest and launches. Scratch memory is given back to torch's allocator on return: the
+// allocator reuses it only for work later on the same stream.
 template <class Plan>
-void run(Pass pass, const Plan& plan, cudaStream_t stream) {
+void run(Pass pass, Plan& plan, const Call& call, const Tensor& q, cudaStream_t stream) {
+    make_plan(plan, call.device);
+    Tensor memory;
+    if (plan.workspace.bytes() > 0) {
+        memory = empty(q, {plan.workspace.bytes() / 4}, ScalarType::Float);
+        plan.workspace.assign(memory.data_ptr());
+    }
     const cudaError_t status = launch(plan, stream);
     check_launch(status, status == kNoKernel ? text_of(pass, plan.variant, plan.params) : "");
 }
@@ -180,13 +153,7 @@ void run(Pass pass, const Plan& plan, cudaStream_t stream) {
 
 Tensor empty_strided(const Tensor& x, const std::vector<int64_t>& sizes,
                      const std::vector<int64_t>& strides, ScalarType dtype) {
-    int32_t code = aoti_torch_dtype_float32();
-    if (dtype == ScalarType::Half) code = aoti_torch_dtype_float16();
-    if (dtype == ScalarType::BFloat16) code = aoti_torch_dtype_bfloat16();
-    if (dtype == ScalarType::Float8_e4m3fn) code = aoti_torch_dtype_float8_e4m3fn();
-    if (dtype == ScalarType::Char) code = aoti_torch_dtype_int8();
-    if (dtype == ScalarType::Int) code = aoti_torch_dtype_int32();
-    if (dtype == ScalarType::UInt64) code = aoti_torch_dtype_uint64();
+    const auto code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
     AtenTensorHandle handle = nullptr;
     if (aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
                                  code, aoti_torch_device_type_cuda(), x.get_device_index(),
@@ -206,60 +173,60 @@ Tensor empty(const Tensor& x, const std::vector<int64_t>& shape, ScalarType dtyp
     return empty_strided(x, shape, strides, dtype);
 }
 
-Tensor with_contiguous_rows(const Tensor& x) {
-    if (x.stride(x.dim() - 1) == 1) return x;
+Tensor with_contiguous_rows(const Tensor& x) { return x.stride(x.dim() - 1) == 1 ? x : copy_of(x); }
+
+Tensor copy_of(const Tensor& x) {
     Tensor copy = empty(x, {x.sizes().begin(), x.sizes().end()}, x.scalar_type());
     torch::stable::copy_(copy, x);
     return copy;
 }
 
 std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, const Tensor& v,
-                                             const Options& given, const Tensor& into) {
-    const Sizes sizes = check_forward(q, k, v, given);
+                                             const Options& options, const Tensor& into) {
+    const Sizes sizes = check_forward(q, k, v, options);
     const Operand operands[] = {operand("q", q), operand("k", k), operand("v", v)};
-    const Call call = make_call(q, sizes, operands, given);
-    ForwardPlan plan{.variant = forward_variant(call, given)};
+    const Call call = make_call(q, sizes, operands, options);
+    ForwardPlan plan{.variant = forward_variant(call, options)};
     const cudaStream_t stream = current_stream(q);
-    const Options options = readable(given);
+    const std::optional<Tensor> bias = readable(options.bias);
     debug_seqlens(sizes, options, stream);
     ForwardParams& params = plan.params;
     fill_params(params, call, q, options, 0x1p7f);  // P is up to 2^8, see kRescaleThreshold
+    if (bias) params.bias = bias_of(*bias);
 
     const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
     Tensor out = into;
     if (!out.defined())
         out = empty(q, sizes.rows(sizes.seqlen_q, sizes.heads_q, sizes.head_dim_v),
-                    out_dtype(q.scalar_type(), given));
+                    out_dtype(q.scalar_type(), options));
     Tensor lse = empty(q, sizes.statistics(), ScalarType::Float);
     params.q = operands[0].view();
     params.k = operands[1].view();
     params.v = operands[2].view();
     params.out = view(out);
     params.lse = static_cast<float*>(lse.data_ptr());
-
-    make_plan(plan, call.device);
-    const Tensor memory = allocate(plan.workspace, q);
-    run(Pass::kForward, plan, stream);
+    run(Pass::kForward, plan, call, q, stream);
     return {out, lse};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     const Tensor& dout, const std::optional<Tensor>& dlse, const Tensor& q, const Tensor& k,
-    const Tensor& v, const Tensor& out, const Tensor& lse, const Options& given, bool need_dbias,
+    const Tensor& v, const Tensor& out, const Tensor& lse, const Options& options, bool need_dbias,
     const std::tuple<Tensor, Tensor, Tensor>& into) {
-    const Sizes sizes = check_backward(dout, dlse, q, k, v, out, lse, given);
+    const Sizes sizes = check_backward(dout, dlse, q, k, v, out, lse, options);
     const Operand operands[] = {operand("q", q), operand("k", k), operand("v", v),
                                 operand("out", out), operand("dout", dout)};
-    const Call call = make_call(q, sizes, operands, given);
-    const Call forward = make_call(q, sizes, call.operands.first(3), given);
-    const Choice choice = choose_backward(call, forward_variant(forward, given));
+    const Call call = make_call(q, sizes, operands, options);
+    const Call forward = make_call(q, sizes, call.operands.first(3), options);
+    const Choice choice = choose_backward(call, forward_variant(forward, options));
     if (!choice.variant) fail(choice.why);
     BackwardPlan plan{.variant = *choice.variant};
     const cudaStream_t stream = current_stream(q);
-    const Options options = readable(given);
+    const std::optional<Tensor> bias = readable(options.bias);
     debug_seqlens(sizes, options, stream);
     BackwardParams& params = plan.params;
     fill_params(params, call, q, options, 0x1p15f);  // P is up to 1
+    if (bias) params.bias = bias_of(*bias);
     params.ds_factor = std::sqrt(params.p_factor * params.late_factor);
     params.inverse_ds_factor = 1.f / params.ds_factor;
     params.gradient_scale = params.scale * params.ds_factor;
@@ -269,15 +236,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     const auto empty_as = [&](const Tensor& x) {
         return empty(q, {x.sizes().begin(), x.sizes().end()}, x.scalar_type());
     };
-    const bool has_dbias =
-        need_dbias && options.bias && options.bias->scalar_type() != ScalarType::Bool;
+    const bool has_dbias = need_dbias && bias && bias->scalar_type() != ScalarType::Bool;
     auto [dq, dk, dv] = into;
     if (!dq.defined()) {
         dq = empty_as(q);
         dk = empty_as(k);
         dv = empty_as(v);
     }
-    Tensor dbias = has_dbias ? empty_as(*options.bias) : Tensor();
+    Tensor dbias = has_dbias ? empty_as(*bias) : Tensor();
     Tensor dsink = options.sink ? empty_as(*options.sink) : Tensor();
     params.q = operands[0].view();
     params.k = operands[1].view();
@@ -291,10 +257,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     params.dv = view(dv);
     if (has_dbias) params.dbias = dbias.data_ptr();
     if (options.sink) params.dsink = static_cast<float*>(dsink.data_ptr());
-
-    make_plan(plan, call.device);
-    const Tensor memory = allocate(plan.workspace, q);
-    run(Pass::kBackward, plan, stream);
+    run(Pass::kBackward, plan, call, q, stream);
     return {dq, dk, dv, dbias, dsink};
 }
 

@@ -1,4 +1,4 @@
-// The three ops, without their registration. See flash_ext/ops/ for their contract.
+// The ops of attention, without their registration. See flash_ext/ops/ for their contract.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -42,7 +42,18 @@ struct Options {
     std::optional<torch::headeronly::ScalarType> out_dtype;
     bool deterministic = false;
     std::string variant = "auto";
+
+    // All of them, for what passes them on.
+    auto fields() {
+        return std::tie(scale, causal, window_left, window_right, softcap, alibi_slopes, bias, sink,
+                        cu_seqlens_q, cu_seqlens_k, seqused_k, dropout_p, rng_state, q_descale,
+                        k_descale, v_descale, out_dtype, deterministic, variant);
+    }
 };
+
+inline std::optional<Tensor> if_defined(const Tensor& tensor) {
+    return tensor.defined() ? std::optional(tensor) : std::nullopt;
+}
 
 // An uninitialized tensor on x's device.
 Tensor empty_strided(const Tensor& x, const std::vector<int64_t>& sizes,
@@ -52,8 +63,10 @@ Tensor empty_strided(const Tensor& x, const std::vector<int64_t>& sizes,
 Tensor empty(const Tensor& x, const std::vector<int64_t>& shape,
              torch::headeronly::ScalarType dtype);
 
-// A gradient as the kernels read it: itself, or a copy. Does not use torch's own op, whose error
-// would not be torch.OutOfMemoryError here.
+// A contiguous copy. Does not use torch's own op, whose error would not be torch.OutOfMemoryError.
+Tensor copy_of(const Tensor& x);
+
+// A gradient as the kernels read it: itself, or a copy.
 Tensor with_contiguous_rows(const Tensor& x);
 
 // out and lse. Where `into` is defined it is used as out. It is aligned as torch allocates memory,
@@ -67,6 +80,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     const Tensor& dout, const std::optional<Tensor>& dlse, const Tensor& q, const Tensor& k,
     const Tensor& v, const Tensor& out, const Tensor& lse, const Options& options, bool need_dbias,
     const std::tuple<Tensor, Tensor, Tensor>& into = {});
+
+// attention_forward into `out`. Returns lse.
+Tensor attention_forward_into(const Tensor& out, const Tensor& q, const Tensor& k, const Tensor& v,
+                              const Options& options);
+
+// attention_backward into dq, dk and dv. Returns dsink, or a tensor of shape (0).
+Tensor attention_backward_into(const Tensor& dq, const Tensor& dk, const Tensor& dv,
+                               const Tensor& dout, const std::optional<Tensor>& dlse,
+                               const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
+                               const Tensor& lse, const Options& options);
 
 // Two indices in kVariantNames: of the variant that attention_forward would run (or its error), and
 // of the variant whose kernels would compute the gradients, with the reason where they differ. The

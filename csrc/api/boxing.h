@@ -1,11 +1,13 @@
-// Between the dispatcher and C++: the options of a schema as parameters, and calls of other ops.
+// Between the dispatcher and C++: functions as kernels of ops, and calls of other ops.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
 
 #include <exception>
+#include <stdexcept>
 #include <string>
-#include <utility>
+#include <tuple>
+#include <type_traits>
 
 #include "api/attention.h"
 
@@ -19,24 +21,6 @@
 #define TEXT(x) TEXT_OF(x)
 #define DEVICE_NAME TEXT(FLASH_EXT_DEVICE)
 
-// The options as parameters, as the dispatcher passes them, and gathered.
-#define OPTION_PARAMETERS                                                                      \
-    std::optional<double> scale, bool causal, int64_t window_left, int64_t window_right,       \
-        double softcap, std::optional<Tensor> alibi_slopes, std::optional<Tensor> bias,        \
-        std::optional<Tensor> sink, std::optional<Tensor> cu_seqlens_q,                        \
-        std::optional<Tensor> cu_seqlens_k, std::optional<Tensor> seqused_k, double dropout_p, \
-        std::optional<Tensor> rng_state, std::optional<Tensor> q_descale,                      \
-        std::optional<Tensor> k_descale, std::optional<Tensor> v_descale,                      \
-        std::optional<torch::headeronly::ScalarType> out_dtype, bool deterministic, Text variant
-#define OPTIONS                                                                                 \
-    Options {                                                                                   \
-        scale, causal, window_left, window_right, softcap, std::move(alibi_slopes),             \
-            std::move(bias), std::move(sink), std::move(cu_seqlens_q), std::move(cu_seqlens_k), \
-            std::move(seqused_k), dropout_p, std::move(rng_state), std::move(q_descale),        \
-            std::move(k_descale), std::move(v_descale), out_dtype, deterministic,               \
-            std::move(variant.value)                                                            \
-    }
-
 namespace flash_ext {
 
 // What one of our kernels has thrown below call_op: torch keeps only its text.
@@ -46,21 +30,69 @@ inline thread_local std::exception_ptr thrown;
 // kernels keeps its type.
 void call_op(const char* name, StableIValue* stack);
 
-// A str of a schema. As a std::string torch 2.11 to 2.13 would not free it: 48 bytes a call.
-struct Text {
-    std::string value;
-};
+// Is T an argument for each of its fields()?
+template <class T>
+concept HasFields = requires(T x) { x.fields(); };
 
-}  // namespace flash_ext
+template <class T>
+constexpr size_t count_of_arguments() {
+    if constexpr (HasFields<T>) return std::tuple_size_v<decltype(T().fields())>;
+    return 1;
+}
 
-template <>
-struct torch::stable::detail::ToImpl<flash_ext::Text> {
-    static flash_ext::Text call(StableIValue value, uint64_t /*version*/, bool /*internal*/) {
-        const StringHandle handle = to<StringHandle>(value);
+// The next argument, or arguments.
+template <class T>
+T take(const StableIValue*& stack) {
+    if constexpr (HasFields<T>) {
+        T x;
+        const auto take_all = [&](auto&... field) {
+            ((field = take<std::remove_reference_t<decltype(field)>>(stack)), ...);
+        };
+        std::apply(take_all, x.fields());
+        return x;
+    } else if constexpr (std::is_same_v<T, std::string>) {
+        // torch 2.11 to 2.13 would not free it: 48 bytes a call.
+        const auto handle = torch::stable::detail::to<StringHandle>(*stack++);
         const char* characters = "";
         torch_string_c_str(handle, &characters);
-        flash_ext::Text text{characters};
+        const std::string text = characters;
         torch_delete_string(handle);
         return text;
+    } else {
+        return torch::stable::detail::to<T>(*stack++);
+    }
+}
+
+template <class... T>
+void put(StableIValue* stack, const std::tuple<T...>& results) {
+    torch::stable::detail::box_from_tuple<T...>(stack, results);
+}
+template <class T>
+void put(StableIValue* stack, const T& result) {
+    *stack = torch::stable::detail::from(result);
+}
+
+// A function as the kernel of an op, as TORCH_BOX makes it, but with Options.
+template <auto kFunction>
+struct Boxed;
+
+template <class Result, class... Parameters, Result (*kFunction)(Parameters...)>
+struct Boxed<kFunction> {
+    static void run(StableIValue* stack, uint64_t inputs, uint64_t /*outputs*/) {
+        if (inputs != (0 + ... + count_of_arguments<std::remove_cvref_t<Parameters>>()))
+            throw std::runtime_error("flash_ext: the schema of an op has other arguments");
+        const StableIValue* next = stack;
+        std::tuple<std::remove_cvref_t<Parameters>...> arguments{
+            take<std::remove_cvref_t<Parameters>>(next)...};  // braces: from left to right
+        if constexpr (std::is_void_v<Result>) {
+            std::apply(kFunction, arguments);
+        } else {
+            put(stack, std::apply(kFunction, arguments));
+        }
     }
 };
+
+template <auto kFunction>
+inline constexpr auto boxed = &Boxed<kFunction>::run;
+
+}  // namespace flash_ext

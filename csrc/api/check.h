@@ -3,6 +3,7 @@
 // checks in flash_ext/cpu/checks.py.
 #pragma once
 
+#include <cuda_runtime_api.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
@@ -12,6 +13,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -19,8 +21,8 @@
 #include "api/attention.h"
 #include "plan/call.h"
 #include "plan/device.h"
-#include "plan/head_dims.h"
 #include "plan/text.h"
+#include "plan/tuning.h"
 #include "plan/variants.h"
 #include "problem/params.h"
 
@@ -34,7 +36,7 @@ template <class... Parts>
 }
 
 template <class Got>
-[[noreturn]] void refuse(const std::string& argument, const std::string& wanted, const Got& got) {
+[[noreturn]] void refuse(std::string_view argument, std::string_view wanted, const Got& got) {
     fail(argument, " must be ", wanted, ", got ", got);
 }
 
@@ -76,61 +78,56 @@ inline const char* dtype_name(ScalarType dtype) {
     }
 }
 
-inline void require_dtype(const char* argument, const Tensor& tensor, ScalarType dtype) {
+inline void require_dtype(std::string_view argument, const Tensor& tensor, ScalarType dtype) {
     if (tensor.scalar_type() != dtype)
         refuse(argument, dtype_name(dtype), dtype_name(tensor.scalar_type()));
 }
 
-inline void require_device(const char* argument, const Tensor& tensor, const Tensor& q) {
-    if (!tensor.is_cuda())
-        refuse(argument, "on q's device cuda:" + std::to_string(q.get_device_index()),
-               "a tensor elsewhere");
-    if (tensor.get_device_index() != q.get_device_index())
-        refuse(argument, "on q's device cuda:" + std::to_string(q.get_device_index()),
-               "cuda:" + std::to_string(tensor.get_device_index()));
+// `owner`: the name of x.
+inline void require_device(std::string_view argument, const Tensor& tensor, const Tensor& x,
+                           std::string_view owner = "q") {
+    const int32_t device = tensor.get_device_index();
+    if (!tensor.is_cuda() || device != x.get_device_index())
+        refuse(argument, text("on ", owner, "'s device cuda:", x.get_device_index()),
+               tensor.is_cuda() ? text("cuda:", device) : "a tensor elsewhere");
 }
 
-inline void require_shape(const char* argument, const Tensor& tensor,
-                          const std::vector<int64_t>& shape, const char* layout) {
-    bool same = tensor.dim() == static_cast<int64_t>(shape.size());
-    for (size_t i = 0; same && i < shape.size(); ++i) same = tensor.size(i) == shape[i];
-    if (!same)
-        refuse(argument, std::string("of shape ") + layout + " = " + shape_text(shape),
-               shape_text(tensor.sizes()));
+inline void require_shape(std::string_view argument, const Tensor& tensor,
+                          const std::vector<int64_t>& shape, std::string_view layout) {
+    const auto sizes = tensor.sizes();
+    if (!std::equal(sizes.begin(), sizes.end(), shape.begin(), shape.end()))
+        refuse(argument, text("of shape ", layout, " = ", shape_text(shape)), shape_text(sizes));
 }
 
-inline void require_contiguous_rows(const char* argument, const Tensor& tensor) {
+inline void require_contiguous_rows(std::string_view argument, const Tensor& tensor) {
     const int64_t last = tensor.dim() - 1;
     if (tensor.numel() > 0 && tensor.size(last) > 1 && tensor.stride(last) != 1)
         refuse(argument, "contiguous in its last dimension",
-               "strides " + shape_text(tensor.strides()));
+               text("strides ", shape_text(tensor.strides())));
 }
 
 // q, k, v, out or dout: q's dtype and device, contiguous rows.
-inline void require_like(const char* argument, const Tensor& tensor, const Tensor& q) {
+inline void require_like(std::string_view argument, const Tensor& tensor, const Tensor& q) {
     if (tensor.scalar_type() != q.scalar_type())
-        refuse(argument, std::string("of q's dtype ") + dtype_name(q.scalar_type()),
+        refuse(argument, text("of q's dtype ", dtype_name(q.scalar_type())),
                dtype_name(tensor.scalar_type()));
     require_device(argument, tensor, q);
     require_contiguous_rows(argument, tensor);
 }
 
-inline void require_contiguous(const char* argument, const Tensor& tensor) {
-    if (!tensor.is_contiguous())
-        refuse(argument, "contiguous", "strides " + shape_text(tensor.strides()));
-}
-
 // What an argument of options must be, except its values.
-inline void require_option(const char* argument, const Tensor& tensor, ScalarType dtype,
-                           const std::vector<int64_t>& shape, const char* layout, const Tensor& q) {
+inline void require_option(std::string_view argument, const Tensor& tensor, ScalarType dtype,
+                           const std::vector<int64_t>& shape, std::string_view layout,
+                           const Tensor& q) {
     require_dtype(argument, tensor, dtype);
     require_shape(argument, tensor, shape, layout);
     require_device(argument, tensor, q);
-    require_contiguous(argument, tensor);
+    if (!tensor.is_contiguous())
+        refuse(argument, "contiguous", text("strides ", shape_text(tensor.strides())));
 }
 
 // lse or dlse.
-inline void require_statistics(const char* argument, const Tensor& tensor, const Sizes& sizes,
+inline void require_statistics(std::string_view argument, const Tensor& tensor, const Sizes& sizes,
                                const Tensor& q) {
     require_option(argument, tensor, ScalarType::Float, sizes.statistics(),
                    sizes.varlen ? "(heads_q, total_q)" : "(batch, heads_q, seqlen_q)", q);
@@ -139,8 +136,7 @@ inline void require_statistics(const char* argument, const Tensor& tensor, const
 inline void check_bias(const Tensor& bias, const Sizes& sizes, const Tensor& q) {
     const ScalarType dtype = bias.scalar_type();
     if (dtype != q.scalar_type() && dtype != ScalarType::Float && dtype != ScalarType::Bool)
-        refuse("bias", std::string(dtype_name(q.scalar_type())) + ", float32 or bool",
-               dtype_name(dtype));
+        refuse("bias", text(dtype_name(q.scalar_type()), ", float32 or bool"), dtype_name(dtype));
     require_device("bias", bias, q);
     if (bias.dim() != 4)
         refuse("bias", "of shape (batch, heads_q, seqlen_q, seqlen_k), any of them 1",
@@ -153,13 +149,34 @@ inline void check_bias(const Tensor& bias, const Sizes& sizes, const Tensor& q) 
         const auto& [name, size] = wanted[dim];
         const bool by_position = sizes.varlen && dim >= 2;  // as long as the longest sequence
         if (bias.size(dim) != 1 && !by_position && bias.size(dim) != size)
-            refuse("bias",
-                   std::string("1 or ") + name + " = " + std::to_string(size) + " in dimension " +
-                       std::to_string(dim),
+            refuse("bias", text("1 or ", name, " = ", size, " in dimension ", dim),
                    shape_text(bias.sizes()));
         if (bias.size(dim) >= int64_t{1} << 29)
             refuse("bias", "below 2^29 in every dimension", shape_text(bias.sizes()));
     }
+}
+
+inline ElementType element_type(ScalarType dtype) {
+    if (dtype == ScalarType::Float8_e4m3fn) return ElementType::kFloat8;
+    if (dtype == ScalarType::Char) return ElementType::kInt8;
+    return dtype == ScalarType::Half ? ElementType::kFloat16 : ElementType::kBFloat16;
+}
+
+// A tensor as plans see it.
+inline Operand operand(const char* name, const Tensor& tensor) {
+    Operand x{.name = name,
+              .data = tensor.data_ptr(),
+              .sizes = {1, 1, 1, 1},
+              .strides = {0, 0, 0, 0},
+              .element_bytes = static_cast<int>(tensor.element_size())};
+    const auto sizes = tensor.sizes();
+    const auto strides = tensor.strides();
+    const size_t first = 4 - sizes.size();  // packed sequences have no dimension of batches
+    for (size_t dim = 0; dim < sizes.size(); ++dim) {
+        x.sizes[first + dim] = sizes[dim];
+        x.strides[first + dim] = strides[dim];
+    }
+    return x;
 }
 
 // The dtype of out, for that of q.
@@ -168,65 +185,66 @@ inline ScalarType out_dtype(ScalarType dtype, const Options& options) {
     return has_8_bits(dtype) ? ScalarType::BFloat16 : dtype;
 }
 
-// One of q_descale, k_descale and v_descale. `last`: the values of a head, by blocks of rows or by
-// channels. With varlen the blocks are as many as those of the longest sequence, or more; only the
-// device knows that number.
-inline void check_descale(const char* argument, const Tensor& descale, int64_t heads, int64_t last,
-                          const char* layout, const Sizes& sizes, const Tensor& q) {
+// A descale: its values for a head are by blocks of rows or by channels.
+struct DescaleArgument {
+    const char* name;
+    const std::optional<Tensor>& tensor;
+    const char* layout;
+    int64_t heads;
+    // Values of a head. -1, of blocks with varlen: as many as the longest sequence has, or more;
+    // only the device knows that number.
+    int64_t last;
+};
+
+inline void check_descale(const DescaleArgument& x, const Sizes& sizes, const Tensor& q) {
+    const Tensor& descale = *x.tensor;
     const int64_t dims = descale.dim();
-    require_dtype(argument, descale, ScalarType::Float);
-    require_device(argument, descale, q);
+    require_dtype(x.name, descale, ScalarType::Float);
+    require_device(x.name, descale, q);
     bool fits = dims == 0 || (dims == 1 && descale.size(0) == 1);
     if (dims == 2) fits = descale.size(0) == sizes.batch && descale.size(1) == sizes.heads_k;
     if (dims == 3)
-        fits = descale.size(0) == sizes.batch && descale.size(1) == heads &&
-               (last < 0 || descale.size(2) == last);
+        fits = descale.size(0) == sizes.batch && descale.size(1) == x.heads &&
+               (x.last < 0 || descale.size(2) == x.last);
     if (fits) return;
-    const std::string blocks = last < 0 ? "blocks" : text(last);
-    refuse(argument,
+    const std::string last = x.last < 0 ? "blocks" : text(x.last);
+    refuse(x.name,
            text("one number, of shape (batch, heads_k) = (", sizes.batch, ", ", sizes.heads_k,
-                "), or ", layout, " = (", sizes.batch, ", ", heads, ", ", blocks, ")"),
+                "), or ", x.layout, " = (", sizes.batch, ", ", x.heads, ", ", last, ")"),
            shape_text(descale.sizes()));
 }
 
 // What only 8-bit inputs have, and what they cannot have. `dtype` is q's.
 inline void check_8_bit_options(const Tensor& q, ScalarType dtype, const Sizes& sizes,
                                 const Options& options) {
-    if (!has_8_bits(dtype)) {
-        const auto refuse_given = [&](const char* name, const std::optional<Tensor>& descale) {
-            if (descale)
-                refuse(name, "None unless q, k and v have 8 bits",
-                       std::string("one for ") + dtype_name(dtype));
-        };
-        refuse_given("q_descale", options.q_descale);
-        refuse_given("k_descale", options.k_descale);
-        refuse_given("v_descale", options.v_descale);
-        if (options.out_dtype && *options.out_dtype != dtype)
-            refuse("out_dtype", std::string("None or q's dtype ") + dtype_name(dtype),
-                   dtype_name(*options.out_dtype));
-        return;
-    }
-    if (options.out_dtype && *options.out_dtype != ScalarType::BFloat16 &&
-        *options.out_dtype != ScalarType::Half)
-        refuse("out_dtype", "bfloat16 or float16 with 8-bit inputs",
-               dtype_name(*options.out_dtype));
-    if (options.bias)
+    const bool is_8_bit = has_8_bits(dtype);
+    const std::optional<ScalarType>& out = options.out_dtype;
+    if (is_8_bit && out && *out != ScalarType::BFloat16 && *out != ScalarType::Half)
+        refuse("out_dtype", "bfloat16 or float16 with 8-bit inputs", dtype_name(*out));
+    if (is_8_bit && options.bias)
         refuse("bias", "None with 8-bit inputs (no variant has both)",
                shape_text(options.bias->sizes()));
-    if (options.dropout_p != 0)
+    if (is_8_bit && options.dropout_p != 0)
         refuse("dropout_p", "0 with 8-bit inputs (no variant has both)", options.dropout_p);
     const auto blocks = [&](int64_t rows) {
         return sizes.varlen ? -1 : (rows + kDescaleRows - 1) / kDescaleRows;
     };
-    if (options.q_descale)
-        check_descale("q_descale", *options.q_descale, sizes.heads_q, blocks(sizes.seqlen_q),
-                      "(batch, heads_q, blocks of 128 queries)", sizes, q);
-    if (options.k_descale)
-        check_descale("k_descale", *options.k_descale, sizes.heads_k, blocks(sizes.seqlen_k),
-                      "(batch, heads_k, blocks of 128 keys)", sizes, q);
-    if (options.v_descale)
-        check_descale("v_descale", *options.v_descale, sizes.heads_k, sizes.head_dim_v,
-                      "(batch, heads_k, head_dim_v)", sizes, q);
+    const DescaleArgument descales[] = {
+        {"q_descale", options.q_descale, "(batch, heads_q, blocks of 128 queries)", sizes.heads_q,
+         blocks(sizes.seqlen_q)},
+        {"k_descale", options.k_descale, "(batch, heads_k, blocks of 128 keys)", sizes.heads_k,
+         blocks(sizes.seqlen_k)},
+        {"v_descale", options.v_descale, "(batch, heads_k, head_dim_v)", sizes.heads_k,
+         sizes.head_dim_v}};
+    for (const DescaleArgument& x : descales) {
+        if (!x.tensor) continue;
+        if (!is_8_bit)
+            refuse(x.name, "None unless q, k and v have 8 bits",
+                   text("one for ", dtype_name(dtype)));
+        check_descale(x, sizes, q);
+    }
+    if (!is_8_bit && out && *out != dtype)
+        refuse("out_dtype", text("None or q's dtype ", dtype_name(dtype)), dtype_name(*out));
 }
 
 inline void check_options(const Tensor& q, ScalarType dtype, const Sizes& sizes,
@@ -273,14 +291,12 @@ inline void check_options(const Tensor& q, ScalarType dtype, const Sizes& sizes,
 // The variant that a name stands for; none for "auto".
 inline std::optional<Variant> check_variant(const Options& options) {
     if (options.variant == "auto") return std::nullopt;
-    int index = 0;
-    while (index < kVariants && options.variant != kVariantNames[index]) ++index;
-    if (index == kVariants) {
-        std::string names = "'auto'";
-        for (const char* name : kVariantNames) names += std::string(" or '") + name + "'";
-        refuse("variant", names, "'" + options.variant + "'");
+    std::string names = "'auto'";
+    for (int i = 0; i < kVariants; ++i) {
+        if (options.variant == kVariantNames[i]) return static_cast<Variant>(i);
+        names += text(" or '", kVariantNames[i], "'");
     }
-    return static_cast<Variant>(index);
+    refuse("variant", names, text("'", options.variant, "'"));
 }
 
 // The GPU of the call.
@@ -290,11 +306,17 @@ inline const GpuModel& device_of(const Tensor& q) {
     return *device;
 }
 
+// torch's current stream of x's device.
+cudaStream_t current_stream(const Tensor& x);
+
+// Throws what the launch reports. `call` is what there may be no kernel for.
+void check_launch(cudaError_t status, const std::string& call);
+
 inline void check_architecture(const Tensor& q) {
     const GpuModel& device = device_of(q);
     if (device.major < 8)
         refuse("the GPU", "of compute capability 8.0 or newer",
-               std::to_string(device.major) + "." + std::to_string(device.minor));
+               text(device.major, ".", device.minor));
 }
 
 // Positions and CTA indices are 32-bit; elements are addressed in 64.
@@ -304,14 +326,12 @@ inline void check_sizes(const Sizes& sizes) {
     constexpr int64_t kSmallestTile = 16;
     for (const auto& [name, length, heads] : {std::tuple{"q", sizes.seqlen_q, sizes.heads_q},
                                               std::tuple{"k", sizes.seqlen_k, sizes.heads_k}}) {
-        if (length >= kMaxLength)
-            refuse(std::string(name) + "'s sequence length", "below 2^29", length);
+        if (length >= kMaxLength) refuse(text(name, "'s sequence length"), "below 2^29", length);
         const int64_t blocks = length / kSmallestTile + 1 + (sizes.varlen ? sizes.batch + 1 : 0);
         const int64_t matrices = heads * sizes.tensor_batches();
         if (matrices >= kMaxTiles || matrices * blocks >= kMaxTiles)
             refuse(name, "of fewer than 2^31 tiles of 16 rows",
-                   std::to_string(matrices) + " (batch, head) pairs of " + std::to_string(length) +
-                       " rows");
+                   text(matrices, " (batch, head) pairs of ", length, " rows"));
     }
 }
 
@@ -336,8 +356,8 @@ inline Sizes check_forward(const Tensor& q, const Tensor& k, const Tensor& v,
         const auto& [name, tensor] = inputs[i];
         if (tensor.dim() != dims)
             refuse(name,
-                   std::string("of shape ") + layout[i] +
-                       (sizes.varlen ? " with cu_seqlens_q and cu_seqlens_k"
+                   text("of shape ", layout[i],
+                        sizes.varlen ? " with cu_seqlens_q and cu_seqlens_k"
                                      : " (packed sequences come with cu_seqlens_q)"),
                    shape_text(tensor.sizes()));
         if (!tensor.is_cuda())
@@ -351,7 +371,7 @@ inline Sizes check_forward(const Tensor& q, const Tensor& k, const Tensor& v,
         if (v.scalar_type() != ScalarType::Float8_e4m3fn)
             refuse("v", "float8_e4m3fn with q and k in int8", dtype_name(v.scalar_type()));
     } else if (v.scalar_type() != dtype) {
-        refuse("v", std::string("of q's dtype ") + dtype_name(dtype), dtype_name(v.scalar_type()));
+        refuse("v", text("of q's dtype ", dtype_name(dtype)), dtype_name(v.scalar_type()));
     }
     require_device("v", v, q);
     for (const auto& [name, tensor] : inputs) require_contiguous_rows(name, tensor);
@@ -366,12 +386,12 @@ inline Sizes check_forward(const Tensor& q, const Tensor& k, const Tensor& v,
     sizes.head_dim_v = v.size(dims - 1);
     for (const auto& [name, dim] : {std::pair{"q's head dimension", sizes.head_dim},
                                     std::pair{"v's head dimension", sizes.head_dim_v}})
-        if (dim < 1 || dim > kMaxHeadDim) refuse(name, "1 to " + std::to_string(kMaxHeadDim), dim);
+        if (dim < 1 || dim > tuning::kMaxHeadDim)
+            refuse(name, text("1 to ", tuning::kMaxHeadDim), dim);
     require_shape("k", k, sizes.rows(sizes.seqlen_k, sizes.heads_k, sizes.head_dim), layout[1]);
     if (sizes.heads_k == 0) refuse("k's number of heads", "at least 1", sizes.heads_k);
     if (sizes.heads_q % sizes.heads_k != 0)
-        refuse("q's number of heads", "a multiple of k's, " + std::to_string(sizes.heads_k),
-               sizes.heads_q);
+        refuse("q's number of heads", text("a multiple of k's, ", sizes.heads_k), sizes.heads_q);
     require_shape("v", v, sizes.rows(sizes.seqlen_k, sizes.heads_k, sizes.head_dim_v), layout[2]);
     if (sizes.varlen) {
         for (const auto& [name, offsets] : {std::pair{"cu_seqlens_q", &*options.cu_seqlens_q},
@@ -383,6 +403,10 @@ inline Sizes check_forward(const Tensor& q, const Tensor& k, const Tensor& v,
     check_architecture(q);
     return sizes;
 }
+
+// With FLASH_EXT_DEBUG=1 the lengths of sequences are fetched, which waits for the device, and
+// checked.
+void debug_seqlens(const Sizes& sizes, const Options& options, cudaStream_t stream);
 
 inline Sizes check_backward(const Tensor& dout, const std::optional<Tensor>& dlse, const Tensor& q,
                             const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,

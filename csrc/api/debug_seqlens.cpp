@@ -1,4 +1,5 @@
-#include "api/debug_seqlens.h"
+// Checks of sequence lengths, which are on the device, where the host cannot see them.
+#include <cuda_runtime_api.h>
 
 #include <algorithm>
 #include <cstdlib>

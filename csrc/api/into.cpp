@@ -1,35 +1,28 @@
 // Checks of the tensors that attention is written into. The CPU kernels have the same in
 // flash_ext/cpu/into.py.
-#include "api/into.h"
-
 #include <torch/csrc/stable/ops.h>
 
 #include <tuple>
 #include <vector>
 
+#include "api/attention.h"
 #include "api/check.h"
 
 namespace flash_ext {
 namespace {
-
-constexpr int64_t kAlignment = 16;  // bytes: of every row, as of the kernels' widest stores
 
 void require_into(const char* argument, const Tensor& into, const Tensor& like, int64_t last) {
     std::vector<int64_t> shape(like.sizes().begin(), like.sizes().end());
     if (!shape.empty()) shape.back() = last;
     require_shape(argument, into, shape, "its result's");
     require_like(argument, into, like);
-    if (into.numel() == 0) return;
-    const int64_t bytes = into.element_size();
-    bool aligned = reinterpret_cast<uintptr_t>(into.data_ptr()) % kAlignment == 0 &&
-                   last * bytes % kAlignment == 0;
-    for (int64_t dim = 0; dim + 1 < into.dim(); ++dim) {
-        const int64_t stride = into.stride(dim) * bytes;
-        aligned = aligned && (into.size(dim) == 1 || (stride != 0 && stride % kAlignment == 0));
-    }
-    if (!aligned)
+    if (into.numel() == 0 || into.dim() > 4) return;   // which check_forward refuses
+    bool fits = operand(argument, into).is_aligned();  // as the kernels' widest stores want it
+    for (int64_t dim = 0; dim + 1 < into.dim(); ++dim)
+        fits = fits && (into.size(dim) == 1 || into.stride(dim) != 0);
+    if (!fits)
         refuse(argument, "of contiguous rows of their own that begin at multiples of 16 bytes",
-               "strides " + shape_text(into.strides()));
+               text("strides ", shape_text(into.strides())));
 }
 
 // Without these `out` has q's dtype, and all gradients have a place.

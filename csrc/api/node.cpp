@@ -29,9 +29,9 @@ struct Announced {
 };
 thread_local Announced announced;
 
-double node_options(OPTION_PARAMETERS) {
+double node_options(const Options& options) {
     static thread_local double calls = 0;  // exact to 2^53
-    announced = {++calls, OPTIONS};
+    announced = {++calls, options};
     return calls;
 }
 
@@ -43,42 +43,37 @@ Options announced_options(double number) {
     return options;
 }
 
-// The options that are numbers, as the node's two; 0 and 0 are the defaults.
+// Options that are numbers, in one of the node's integers. 0 is the default of each.
 struct Packed {
-    int64_t integers = 0;  // bits 0 to 29 and 30 to 59: the windows, plus 1; 60 and 61: the
-                           // variant, where one is named, plus 1; 62: deterministic
-    int64_t softcap = 0;   // the bits of the double
+    uint64_t window_left : 30;  // these three plus 1
+    uint64_t window_right : 30;
+    uint64_t variant : 2;
+    uint64_t deterministic : 1;
+    uint64_t unused : 1;
 };
-constexpr int kWindowBits = 30;
-constexpr int64_t kWindowMask = (int64_t{1} << kWindowBits) - 1;
 static_assert(kVariants < 4);
 
-Packed pack(const Options& options) {
+int64_t pack(const Options& options) {
     // A window longer than any sequence is unlimited.
-    const auto window = [](int64_t side) { return std::min<int64_t>(side, kWindowMask - 1) + 1; };
-    int64_t variant = 0;
+    const auto window = [](int64_t side) -> uint64_t {
+        return std::min<int64_t>(side, (1 << 30) - 2) + 1;
+    };
+    uint64_t variant = 0;
     for (int i = 0; i < kVariants; ++i)
         if (options.variant == kVariantNames[i]) variant = i + 1;
-    return {window(options.window_left) | window(options.window_right) << kWindowBits |
-                variant << 2 * kWindowBits |
-                static_cast<int64_t>(options.deterministic) << (2 * kWindowBits + 2),
-            std::bit_cast<int64_t>(options.softcap)};
+    return std::bit_cast<int64_t>(Packed{window(options.window_left), window(options.window_right),
+                                         variant, options.deterministic, 0});
 }
 
-void unpack(const Packed& packed, Options& options) {
-    options.window_left = (packed.integers & kWindowMask) - 1;
-    options.window_right = (packed.integers >> kWindowBits & kWindowMask) - 1;
-    if (const int64_t variant = packed.integers >> 2 * kWindowBits & 3; variant > 0)
-        options.variant = kVariantNames[variant - 1];
-    options.deterministic = packed.integers >> (2 * kWindowBits + 2) & 1;
-    options.softcap = std::bit_cast<double>(packed.softcap);
+void unpack(int64_t integers, Options& options) {
+    const auto packed = std::bit_cast<Packed>(integers);
+    options.window_left = static_cast<int64_t>(packed.window_left) - 1;
+    options.window_right = static_cast<int64_t>(packed.window_right) - 1;
+    if (packed.variant > 0) options.variant = kVariantNames[packed.variant - 1];
+    options.deterministic = packed.deterministic;
 }
 
 Tensor or_undefined(const std::optional<Tensor>& tensor) { return tensor ? *tensor : Tensor(); }
-
-std::optional<Tensor> if_defined(const Tensor& tensor) {
-    return tensor.defined() ? std::optional(tensor) : std::nullopt;
-}
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, int64_t, Tensor, Tensor, Tensor> node_fwd(
     const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& bias,
@@ -91,13 +86,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, int64_t, Tensor, Tensor, Ten
     options.causal = causal;
     options.bias = bias;
     const auto [out, lse] = attention_forward(q, k, v, options);
-    const Packed packed = pack(options);
     return {out,
             lse,
             or_undefined(options.cu_seqlens_q),  // the node saves nothing for an undefined tensor
             or_undefined(options.cu_seqlens_k),
-            packed.integers,
-            packed.softcap,
+            pack(options),
+            std::bit_cast<int64_t>(options.softcap),
             or_undefined(options.alibi_slopes),
             or_undefined(options.seqused_k),
             Tensor()};
@@ -111,12 +105,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> node_bwd(
     std::optional<double> scale) try {
     Options options{.scale = scale,
                     .causal = causal,
+                    .softcap = std::bit_cast<double>(softcap),
                     .alibi_slopes = if_defined(alibi_slopes),
                     .bias = if_defined(bias),
                     .cu_seqlens_q = if_defined(cu_seqlens_q),
                     .cu_seqlens_k = if_defined(cu_seqlens_k),
                     .seqused_k = if_defined(seqused_k)};
-    unpack({integers, softcap}, options);
+    unpack(integers, options);
     const auto [dq, dk, dv, dbias, dsink] =
         attention_backward(with_contiguous_rows(dout), std::nullopt, q, k, v, out, lse, options,
                            /*need_dbias=*/grad_input_mask[3]);
@@ -147,17 +142,18 @@ void call_op(const char* name, StableIValue* stack) {
 }  // namespace flash_ext
 
 STABLE_TORCH_LIBRARY_IMPL(flash_ext, CompositeImplicitAutograd, m) {
-    m.impl("node_options_" DEVICE_NAME, TORCH_BOX(&flash_ext::node_options));
+    m.impl("node_options_" DEVICE_NAME, flash_ext::boxed<flash_ext::node_options>);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_ext, FLASH_EXT_DEVICE, m) {
-    m.impl("node_bwd", TORCH_BOX(&flash_ext::node_bwd));
+    m.impl("node_bwd", flash_ext::boxed<flash_ext::node_bwd>);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(aten, FLASH_EXT_DEVICE, m) {
-    m.impl("_scaled_dot_product_fused_attention_overrideable", TORCH_BOX(&flash_ext::node_fwd));
+    m.impl("_scaled_dot_product_fused_attention_overrideable",
+           flash_ext::boxed<flash_ext::node_fwd>);
     m.impl("_scaled_dot_product_fused_attention_overrideable_backward",
-           TORCH_BOX(&flash_ext::node_bwd));
+           flash_ext::boxed<flash_ext::node_bwd>);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(aten, FLASH_EXT_AUTOGRAD, m) {

@@ -1,7 +1,5 @@
 // From tensors to the kernels that quantize to FP8. The CPU kernels have the same checks in
 // flash_ext/cpu/quantize.py.
-#include "api/quantize.h"
-
 #include <torch/csrc/stable/accelerator.h>
 
 #include <algorithm>
@@ -10,8 +8,8 @@
 #include <vector>
 
 #include "api/check.h"
-#include "api/stream.h"
-#include "plan/quantize.h"
+#include "api/row_ops.h"
+#include "plan/row_kernels.h"
 #include "schedule/row_tiles.cuh"
 
 namespace flash_ext {
@@ -29,8 +27,8 @@ Scales check_scales(const std::string& scales) {
 void require_aligned(const char* argument, const Tensor& tensor, uintptr_t bytes) {
     const uintptr_t address = reinterpret_cast<uintptr_t>(tensor.data_ptr());
     if (tensor.numel() > 0 && address % bytes != 0)
-        refuse(argument, "aligned to " + std::to_string(bytes) + " bytes",
-               "a tensor that starts " + std::to_string(address % bytes) + " bytes after");
+        refuse(argument, text("aligned to ", bytes, " bytes"),
+               text("a tensor that starts ", address % bytes, " bytes after"));
 }
 
 // The only GPUs with attention in FP8.
@@ -38,13 +36,16 @@ void check_hopper(const Tensor& x) {
     const GpuModel& device = device_of(x);
     if (device.major != 9)
         refuse("the GPU", "a Hopper GPU (compute capability 9.0), as for attention in FP8",
-               std::to_string(device.major) + "." + std::to_string(device.minor));
+               text(device.major, ".", device.minor));
 #ifndef FLASH_EXT_SM90A
     fail("quantization to FP8 was not built: add 90a to FLASH_EXT_CUDA_ARCHS");
 #endif
 }
 
-// Everything of the params but the results.
+// Kernels read 16 bytes at a time.
+Tensor with_aligned_rows(const Tensor& x) { return operand("x", x).is_aligned() ? x : copy_of(x); }
+
+// Everything of the params but x and the results.
 QuantizeParams check_rows(const Tensor& x, const QuantizeOptions& options) {
     const bool varlen = options.cu_seqlens.has_value();
     const int64_t dims = varlen ? 3 : 4;
@@ -59,9 +60,9 @@ QuantizeParams check_rows(const Tensor& x, const QuantizeOptions& options) {
         refuse("x", "float16 or bfloat16", dtype_name(x.scalar_type()));
     require_contiguous_rows("x", x);
     const int64_t rows = x.size(dims - 3), heads = x.size(dims - 2), head_dim = x.size(dims - 1);
-    if (head_dim < 16 || head_dim > kMaxHeadDim || head_dim % 16 != 0)
-        refuse("x's head dimension",
-               "a multiple of 16 up to " + std::to_string(kMaxHeadDim) + " on CUDA", head_dim);
+    if (head_dim < 16 || head_dim > tuning::kMaxHeadDim || head_dim % 16 != 0)
+        refuse("x's head dimension", text("a multiple of 16 up to ", tuning::kMaxHeadDim, " on CUDA"),
+               head_dim);
     if (heads == 0) refuse("x's number of heads", "at least 1", heads);
     if (rows >= int64_t{1} << 29) refuse("x's sequence length", "below 2^29", rows);
     if (varlen && options.cu_seqlens->numel() < 1)
@@ -82,25 +83,18 @@ QuantizeParams check_rows(const Tensor& x, const QuantizeOptions& options) {
         require_aligned("mean", *options.mean, 16);
     }
     if (options.signs) {
-        if (options.signs->scalar_type() != ScalarType::Char)
-            refuse("signs", "int8", dtype_name(options.signs->scalar_type()));
         require_option("signs", *options.signs, ScalarType::Char, {head_dim}, "(head_dim)", x);
         require_aligned("signs", *options.signs, 8);
     }
     check_hopper(x);
 
     QuantizeParams params{};
-    params.element_type =
-        x.scalar_type() == ScalarType::Half ? ElementType::kFloat16 : ElementType::kBFloat16;
+    params.element_type = element_type(x.scalar_type());
     params.batch = static_cast<int>(batch);
     params.rows = static_cast<int>(!varlen && batch == 0 ? 0 : rows);
     params.heads = static_cast<int>(heads);
     params.head_dim = static_cast<int>(head_dim);
     params.hadamard_dim = static_cast<int>(head_dim & -head_dim);
-    params.x = {x.data_ptr(), varlen ? 0 : x.stride(0), x.stride(dims - 3), x.stride(dims - 2)};
-    params.aligned = reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0;
-    for (int64_t dim = 0; dim < dims - 1; ++dim)
-        params.aligned = params.aligned && (x.size(dim) <= 1 || x.stride(dim) % 8 == 0);
     const auto data = [](const std::optional<Tensor>& tensor) -> const void* {
         return tensor && tensor->numel() > 0 ? tensor->data_ptr() : nullptr;
     };
@@ -123,7 +117,7 @@ std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x, const std::string& sca
         refuse("mean", "None with scales='channel', which is for v", "a tensor");
     const int64_t blocks = ceil_div<int64_t>(x.size(x.dim() - 3), kScaleRows);
     if (kind == Scales::kBlock && !options.cu_seqlens && options.blocks != blocks)
-        refuse("blocks", "ceil(seqlen / 128) = " + std::to_string(blocks), options.blocks);
+        refuse("blocks", text("ceil(seqlen / 128) = ", blocks), options.blocks);
     if (options.blocks < 0 || options.blocks >= int64_t{1} << 31)
         refuse("blocks", "at least 0 and below 2^31", options.blocks);
     const ScalarType dtype = options.dtype.value_or(ScalarType::Float8_e4m3fn);
@@ -144,6 +138,7 @@ std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x, const std::string& sca
     const cudaStream_t stream = current_stream(x);
 
     const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+    const Tensor aligned = with_aligned_rows(x);
     Tensor x_8bit = empty(x, {x.sizes().begin(), x.sizes().end()}, dtype);
     std::vector<int64_t> shape;
     if (kind != Scales::kTensor) shape = {params.batch, params.heads};
@@ -151,23 +146,25 @@ std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x, const std::string& sca
     if (kind == Scales::kChannel) shape.push_back(params.head_dim);
     Tensor descale = empty(x, shape, ScalarType::Float);
     Tensor amax = kind == Scales::kBlock ? Tensor() : empty(x, shape, ScalarType::Float);
+    params.x = operand("x", aligned).view();
     params.x_8bit = static_cast<uint8_t*>(x_8bit.data_ptr());
     params.descale = static_cast<float*>(descale.data_ptr());
     if (amax.defined()) params.amax = static_cast<float*>(amax.data_ptr());
-    check_launch(quantize(params, stream), "quantize");
+    check_launch(quantize(params, device_of(x), stream), "quantize");
     return {x_8bit, descale};
 }
 
-Tensor mean_of_rows(const Tensor& x, const QuantizeOptions& options) {
-    QuantizeParams params = check_rows(x, options);
+Tensor mean_of_rows(const Tensor& x, const std::optional<Tensor>& cu_seqlens,
+                    const std::optional<Tensor>& seqused) {
+    QuantizeParams params = check_rows(x, {.cu_seqlens = cu_seqlens, .seqused = seqused});
     const cudaStream_t stream = current_stream(x);
-    const int64_t batches = params.cu_seqlens != nullptr ? 1 : std::max(params.batch, 1);
 
     const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+    const Tensor aligned = with_aligned_rows(x);
     Tensor mean = empty(x, {params.batch, params.heads, params.head_dim}, ScalarType::Float);
     const Tensor sums =
-        empty(x, {batches * row_tiles(params, kColumnRows), params.heads, params.head_dim},
-              ScalarType::Float);
+        empty(x, {row_tile_count(params, kColumnRows), params.head_dim}, ScalarType::Float);
+    params.x = operand("x", aligned).view();
     params.sums = static_cast<float*>(sums.data_ptr());
     params.mean_out = static_cast<float*>(mean.data_ptr());
     check_launch(token_mean(params, stream), "token_mean");

@@ -49,6 +49,19 @@ std::tuple<Tensors...> call_original(const char* op, const Arguments&... argumen
     return unbox_to_tuple<Tensors...>(stack);
 }
 
+// A kernel in place of torch's. Where it returns nothing the op kOriginal runs.
+template <auto kKernel, const char* kOriginal>
+struct OrOriginal;
+
+template <class... Tensors, class... Arguments,
+          std::optional<std::tuple<Tensors...>> (*kKernel)(Arguments...), const char* kOriginal>
+struct OrOriginal<kKernel, kOriginal> {
+    static std::tuple<Tensors...> run(Arguments... arguments) {
+        if (const auto results = kKernel(arguments...)) return *results;
+        return call_original<Tensors...>(kOriginal, arguments...);
+    }
+};
+
 // --- Layouts ---
 
 Tensor view(const Tensor& x, const std::vector<int64_t>& sizes,
@@ -172,8 +185,8 @@ using Gradients = std::tuple<Tensor, Tensor, Tensor>;
 
 // --- _scaled_dot_product_flash_attention, of (B, H, S, D) ---
 
-constexpr const char* kForward = "flash_ext::original_scaled_dot_product_flash_attention";
-constexpr const char* kBackward = "flash_ext::original_scaled_dot_product_flash_attention_backward";
+constexpr char kForward[] = "flash_ext::original_scaled_dot_product_flash_attention";
+constexpr char kBackward[] = "flash_ext::original_scaled_dot_product_flash_attention_backward";
 
 // q, k and v as the ops take them, or nothing where torch's kernel must run.
 std::optional<std::array<Tensor, 3>> sdpa_inputs(const Tensor& query, const Tensor& key,
@@ -206,16 +219,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, int64_t, Tensor, Tensor, Ten
     return {out, lse, none, none, query.size(2), key.size(2), state, unused, debug_mask};
 }
 
-Gradients sdpa_backward(const Tensor& grad_out, const Tensor& query, const Tensor& key,
-                        const Tensor& value, const Tensor& out, const Tensor& lse,
-                        const Tensor& cum_seq_q, const Tensor& cum_seq_k, int64_t max_q,
-                        int64_t max_k, double dropout_p, bool is_causal, const Tensor& philox_seed,
-                        const Tensor& philox_offset, std::optional<double> scale) {
+std::optional<Gradients> sdpa_backward(
+    const Tensor& grad_out, const Tensor& query, const Tensor& key, const Tensor& value,
+    const Tensor& out, const Tensor& lse, const Tensor& /*cum_seq_q*/, const Tensor& /*cum_seq_k*/,
+    int64_t /*max_q*/, int64_t /*max_k*/, double dropout_p, bool is_causal,
+    const Tensor& /*philox_seed*/, const Tensor& /*philox_offset*/, std::optional<double> scale) {
     const auto inputs = sdpa_inputs(query, key, value, dropout_p);
-    if (!grad_out.defined() || !inputs)
-        return call_original<Tensor, Tensor, Tensor>(
-            kBackward, grad_out, query, key, value, out, lse, cum_seq_q, cum_seq_k, max_q, max_k,
-            dropout_p, is_causal, philox_seed, philox_offset, scale);
+    if (!grad_out.defined() || !inputs) return std::nullopt;
     const Gradients into = {empty_as(query), empty_as(key), empty_as(value)};
     const auto& [dq, dk, dv] = into;
     const auto& [q, k, v] = *inputs;
@@ -229,10 +239,10 @@ Gradients sdpa_backward(const Tensor& grad_out, const Tensor& query, const Tenso
 // --- _flash_attention_forward, of (B, S, H, D) or (total, H, D) ---
 // torch.nn.attention.varlen.varlen_attn and nested tensors call it.
 
-constexpr const char* kFlashForward = "flash_ext::original_flash_attention_forward";
-constexpr const char* kFlashForwardOut =
+constexpr char kFlashForward[] = "flash_ext::original_flash_attention_forward";
+constexpr char kFlashForwardOut[] =
     "flash_ext::original_flash_attention_forward_no_dropout_inplace";
-constexpr const char* kFlashBackward = "flash_ext::original_flash_attention_backward";
+constexpr char kFlashBackward[] = "flash_ext::original_flash_attention_backward";
 
 Options flash_options(const std::optional<Tensor>& cum_seq_q,
                       const std::optional<Tensor>& cum_seq_k, bool is_causal,
@@ -264,10 +274,10 @@ bool is_paged(const std::optional<Tensor>& block_table, const std::optional<int6
 }
 
 template <class... More>
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> flash_forward(
+std::optional<std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>> flash_forward(
     const Tensor& query, const Tensor& key, const Tensor& value,
-    const std::optional<Tensor>& cum_seq_q, const std::optional<Tensor>& cum_seq_k, int64_t max_q,
-    int64_t max_k, double dropout_p, bool is_causal, bool return_debug_mask,
+    const std::optional<Tensor>& cum_seq_q, const std::optional<Tensor>& cum_seq_k,
+    int64_t /*max_q*/, int64_t /*max_k*/, double dropout_p, bool is_causal, bool return_debug_mask,
     std::optional<double> scale, std::optional<int64_t> window_left,
     std::optional<int64_t> window_right, const std::optional<Tensor>& seqused_k,
     const std::optional<Tensor>& alibi_slopes, More... more) {
@@ -276,65 +286,47 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> flash_forward(
     options.seqused_k = seqused_k;
     if (return_debug_mask || alibi_slopes || is_paged(more...) ||
         !flash_runs(query, key, value, dropout_p, options))
-        return call_original<Tensor, Tensor, Tensor, Tensor, Tensor>(
-            kFlashForward, query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p,
-            is_causal, return_debug_mask, scale, window_left, window_right, seqused_k, alibi_slopes,
-            more...);
-    const auto [out, lse] = attention_forward(query, key, value, options, empty_as(query));
-    const auto [state, unused, debug_mask] = random_state(query);
-    return {out, lse, state, unused, debug_mask};
+        return std::nullopt;
+    return std::tuple_cat(attention_forward(query, key, value, options, empty_as(query)),
+                          random_state(query));
 }
 
+constexpr auto flash_forward_with_pages =
+    flash_forward<std::optional<Tensor>, std::optional<int64_t>>;
+
 void flash_forward_boxed(StableIValue* stack, uint64_t inputs, uint64_t outputs) {
-    using Optionals = std::pair<std::optional<Tensor>, std::optional<int64_t>>;
-    constexpr auto forward = TORCH_BOX((&flash_forward<>));
+    constexpr auto forward = boxed<OrOriginal<flash_forward<>, kFlashForward>::run>;
     constexpr auto forward_with_pages =
-        TORCH_BOX((&flash_forward<Optionals::first_type, Optionals::second_type>));
+        boxed<OrOriginal<flash_forward_with_pages, kFlashForward>::run>;
     (inputs == 15 ? forward : forward_with_pages)(stack, inputs, outputs);
 }
 
-// Writes out, and returns lse.
-Tensor flash_forward_out(const Tensor& out, const Tensor& query, const Tensor& key,
-                         const Tensor& value, const std::optional<Tensor>& cum_seq_q,
-                         const std::optional<Tensor>& cum_seq_k, int64_t max_q, int64_t max_k,
-                         double dropout_p, bool is_causal, bool return_debug_mask,
-                         std::optional<double> scale, std::optional<int64_t> window_left,
-                         std::optional<int64_t> window_right,
-                         const std::optional<Tensor>& seqused_k,
-                         const std::optional<Tensor>& alibi_slopes,
-                         const std::optional<Tensor>& block_table,
-                         std::optional<int64_t> num_splits) {
-    Options options =
-        flash_options(cum_seq_q, cum_seq_k, is_causal, scale, window_left, window_right);
-    options.seqused_k = seqused_k;
-    if (return_debug_mask || alibi_slopes || block_table ||
-        !flash_runs(query, key, value, dropout_p, options))
-        return std::get<0>(call_original<Tensor>(
-            kFlashForwardOut, out, query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p,
-            is_causal, return_debug_mask, scale, window_left, window_right, seqused_k, alibi_slopes,
-            block_table, num_splits));
-    const auto [found, lse] = attention_forward(query, key, value, options);
-    Tensor into = out;
-    torch::stable::copy_(into, found);
-    return lse;
-}
+// The same op, which writes out and returns lse.
+template <auto kKernel>
+struct WithOut;
 
-Gradients flash_backward(const Tensor& grad_out, const Tensor& query, const Tensor& key,
-                         const Tensor& value, const Tensor& out, const Tensor& lse,
-                         const Tensor& cum_seq_q, const Tensor& cum_seq_k, int64_t max_q,
-                         int64_t max_k, double dropout_p, bool is_causal, const Tensor& rng_state,
-                         const Tensor& unused, std::optional<double> scale,
-                         std::optional<int64_t> window_left, std::optional<int64_t> window_right) {
-    const auto given = [](const Tensor& x) {
-        return x.defined() ? std::optional(x) : std::nullopt;
-    };
-    Options options = flash_options(given(cum_seq_q), given(cum_seq_k), is_causal, scale,
+template <class Results, class... Arguments, std::optional<Results> (*kKernel)(Arguments...)>
+struct WithOut<kKernel> {
+    static std::optional<std::tuple<Tensor>> run(const Tensor& out, Arguments... arguments) {
+        const auto results = kKernel(arguments...);
+        if (!results) return std::nullopt;
+        Tensor into = out;
+        torch::stable::copy_(into, std::get<0>(*results));
+        return std::get<1>(*results);
+    }
+};
+
+std::optional<Gradients> flash_backward(
+    const Tensor& grad_out, const Tensor& query, const Tensor& key, const Tensor& value,
+    const Tensor& out, const Tensor& lse, const Tensor& cum_seq_q, const Tensor& cum_seq_k,
+    int64_t /*max_q*/, int64_t /*max_k*/, double dropout_p, bool is_causal,
+    const Tensor& /*rng_state*/, const Tensor& /*unused*/, std::optional<double> scale,
+    std::optional<int64_t> window_left, std::optional<int64_t> window_right) {
+    Options options = flash_options(if_defined(cum_seq_q), if_defined(cum_seq_k), is_causal, scale,
                                     window_left, window_right);
     options.deterministic = deterministic();
     if (!grad_out.defined() || !flash_runs(query, key, value, dropout_p, options))
-        return call_original<Tensor, Tensor, Tensor>(
-            kFlashBackward, grad_out, query, key, value, out, lse, cum_seq_q, cum_seq_k, max_q,
-            max_k, dropout_p, is_causal, rng_state, unused, scale, window_left, window_right);
+        return std::nullopt;
     const Gradients into = {empty_as(query), empty_as(key), empty_as(value)};
     const auto& [dq, dk, dv] = into;
     attention_backward(with_contiguous_rows(grad_out), std::nullopt, query, key, value, out,
@@ -350,17 +342,21 @@ void sdpa_override(bool on, bool with_out) {
     if (!on) return;
     kernels = std::make_unique<StableLibrary>(StableLibrary::Kind::IMPL, "aten", DEVICE_NAME,
                                               __FILE__, __LINE__);
-    kernels->impl("_scaled_dot_product_flash_attention", TORCH_BOX(&sdpa_forward));
-    kernels->impl("_scaled_dot_product_flash_attention_backward", TORCH_BOX(&sdpa_backward));
+    kernels->impl("_scaled_dot_product_flash_attention", boxed<sdpa_forward>);
+    kernels->impl("_scaled_dot_product_flash_attention_backward",
+                  boxed<OrOriginal<sdpa_backward, kBackward>::run>);
     kernels->impl("_flash_attention_forward", &flash_forward_boxed);
-    kernels->impl("_flash_attention_backward", TORCH_BOX(&flash_backward));
+    kernels->impl("_flash_attention_backward",
+                  boxed<OrOriginal<flash_backward, kFlashBackward>::run>);
     if (with_out)
-        kernels->impl("_flash_attention_forward_no_dropout_inplace", TORCH_BOX(&flash_forward_out));
+        kernels->impl(
+            "_flash_attention_forward_no_dropout_inplace",
+            boxed<OrOriginal<WithOut<flash_forward_with_pages>::run, kFlashForwardOut>::run>);
 }
 
 }  // namespace
 }  // namespace flash_ext
 
 STABLE_TORCH_LIBRARY_IMPL(flash_ext, CompositeExplicitAutograd, m) {
-    m.impl("sdpa_override_" DEVICE_NAME, TORCH_BOX(&flash_ext::sdpa_override));
+    m.impl("sdpa_override_" DEVICE_NAME, flash_ext::boxed<flash_ext::sdpa_override>);
 }

@@ -1,5 +1,4 @@
-#include "api/stream.h"
-
+// Where kernels are launched.
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
 #include "api/check.h"

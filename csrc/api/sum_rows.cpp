@@ -1,14 +1,12 @@
 // From tensors to the kernel that adds up rows, or attention over some keys each. The CPU kernels
 // have the same checks in flash_ext/cpu/sum_rows.py.
-#include "api/sum_rows.h"
-
 #include <torch/csrc/stable/accelerator.h>
 
 #include <string>
 
 #include "api/check.h"
-#include "api/stream.h"
-#include "plan/sum_rows.h"
+#include "api/row_ops.h"
+#include "plan/row_kernels.h"
 
 namespace flash_ext {
 namespace {
@@ -21,52 +19,42 @@ ResultView view_of(const Tensor& x) {
                                             : ResultType::kFloat32};
 }
 
-StatisticsView statistics_of(const Tensor& x) {
-    return {static_cast<float*>(x.data_ptr()), x.stride(0), x.stride(1)};
-}
-
 // Are rows eight columns each, or 16 and so on, on boundaries of 16 bytes?
-bool of_eight_columns(const Tensor& x) {
-    const int64_t elements = x.scalar_type() == ScalarType::Float ? 4 : 8;
-    bool whole = x.size(3) % 8 == 0 && reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0;
-    for (int64_t dim = 0; dim < 3; ++dim)
-        whole = whole && (x.size(dim) <= 1 || x.stride(dim) % elements == 0);
-    return whole;
-}
-
-std::vector<int64_t> shape_of(const Tensor& x) {
-    return {x.size(0), x.size(1), x.size(2), x.size(3)};
-}
+bool of_eight_columns(const Tensor& x) { return x.size(3) % 8 == 0 && operand("", x).is_aligned(); }
 
 // `x` is on out's device, of this shape, with contiguous rows.
 void require_like_out(const std::string& argument, const Tensor& x, const Tensor& out,
-                      const std::vector<int64_t>& shape, const std::string& layout) {
-    require_shape(argument.c_str(), x, shape, layout.c_str());
-    if (!x.is_cuda() || x.get_device_index() != out.get_device_index())
-        refuse(argument, "on out's device cuda:" + std::to_string(out.get_device_index()),
-               "a tensor elsewhere");
-    require_contiguous_rows(argument.c_str(), x);
+                      const std::vector<int64_t>& shape, const char* layout) {
+    require_shape(argument, x, shape, layout);
+    require_device(argument, x, out, "out");
+    require_contiguous_rows(argument, x);
 }
 
-void require_result_type(const std::string& argument, const Tensor& x) {
+// (B, rows, H, D) like out (B, S, H, D), of any type that kernels read.
+void require_rows(const std::string& argument, const Tensor& x, const Tensor& out) {
+    if (x.dim() != 4)
+        refuse(argument, "of shape (batch, seqlen, heads, head_dim)", shape_text(x.sizes()));
     const ScalarType dtype = x.scalar_type();
     if (dtype != ScalarType::Half && dtype != ScalarType::BFloat16 && dtype != ScalarType::Float)
         refuse(argument, "float16, bfloat16 or float32", dtype_name(dtype));
+    require_like_out(argument, x, out, {out.size(0), x.size(1), out.size(2), out.size(3)},
+                     "out's shape but for the rows");
 }
 
-void require_rows(const std::string& argument, const Tensor& x) {
-    if (x.dim() != 4)
-        refuse(argument, "of shape (batch, seqlen, heads, head_dim)", shape_text(x.sizes()));
+StatisticsView statistics_of(const std::string& argument, const Tensor& lse, const Tensor& out,
+                             int64_t rows) {
+    require_dtype(argument, lse, ScalarType::Float);
+    require_like_out(argument, lse, out, {out.size(0), out.size(2), rows},
+                     "(batch, heads, seqlen)");
+    return {static_cast<float*>(lse.data_ptr()), lse.stride(0), lse.stride(1)};
 }
 
 // The sum's own parameters, and its checks.
 SumRowsParams params_of(const Tensor& out) {
-    require_rows("out", out);
     if (!out.is_cuda()) refuse("out", "on a CUDA device", "a tensor elsewhere");
-    require_result_type("out", out);
-    require_contiguous_rows("out", out);
-    if (out.size(0) * out.size(1) * out.size(2) >= int64_t{1} << 31 || out.size(3) >= int64_t{1}
-                                                                                          << 31)
+    require_rows("out", out, out);
+    constexpr int64_t kMost = int64_t{1} << 31;
+    if (out.size(0) * out.size(1) * out.size(2) >= kMost || out.size(3) >= kMost)
         refuse("out", "below 2^31 rows of all heads", shape_text(out.sizes()));
     SumRowsParams params{};
     params.batch = static_cast<int>(out.size(0));
@@ -78,43 +66,26 @@ SumRowsParams params_of(const Tensor& out) {
     return params;
 }
 
-void set_lse(SumRowsParams& params, const Tensor& out, const Tensor& lse) {
-    require_dtype("lse", lse, ScalarType::Float);
-    require_like_out("lse", lse, out, {out.size(0), out.size(2), out.size(1)},
-                     "(batch, heads, seqlen)");
-    params.lse = statistics_of(lse);
-}
-
-// A part of the rows from `first` on.
-void add_part(SumRowsParams& params, const Tensor& out, const std::string& argument,
-              const Tensor& x, int64_t first, const std::string& argument_lse, const Tensor* lse) {
-    require_rows(argument, x);
-    require_result_type(argument, x);
-    const int64_t rows = x.size(1);
-    require_like_out(argument, x, out, {out.size(0), rows, out.size(2), out.size(3)},
-                     "out's shape but for the rows");
-    RowsPart& part = params.part[params.parts++];
-    part = {view_of(x), {}, first, rows};
+// `x` as rows from `first` on.
+RowsPart& add_part(SumRowsParams& params, const Tensor& out, const std::string& argument,
+                   const Tensor& x, int64_t first) {
+    require_rows(argument, x, out);
     params.whole = params.whole && of_eight_columns(x);
-    if (!lse) return;
-    require_dtype(argument_lse.c_str(), *lse, ScalarType::Float);
-    require_like_out(argument_lse, *lse, out, {out.size(0), out.size(2), rows},
-                     "(batch, heads, seqlen)");
-    part.lse = statistics_of(*lse);
+    return params.part[params.parts++] = {view_of(x), {}, first, x.size(1)};
 }
 
 void add_parts(SumRowsParams& params, const Tensor& out, const std::vector<Tensor>& parts,
                const std::vector<Tensor>* lse_parts, const std::vector<int64_t>& firsts) {
     if (parts.size() > kMostParts)
-        refuse("parts", "at most " + std::to_string(kMostParts) + " tensors", parts.size());
+        refuse("parts", text("at most ", kMostParts, " tensors"), parts.size());
     if (firsts.size() != parts.size())
         refuse("firsts", "one number for each of parts", firsts.size());
     if (lse_parts && lse_parts->size() != parts.size())
         refuse("lse_parts", "one tensor for each of parts", lse_parts->size());
     for (size_t i = 0; i < parts.size(); ++i) {
-        const std::string number = "[" + std::to_string(i) + "]";
-        add_part(params, out, "parts" + number, parts[i], firsts[i], "lse_parts" + number,
-                 lse_parts ? &(*lse_parts)[i] : nullptr);
+        RowsPart& part = add_part(params, out, text("parts[", i, "]"), parts[i], firsts[i]);
+        if (lse_parts)
+            part.lse = statistics_of(text("lse_parts[", i, "]"), (*lse_parts)[i], out, part.rows);
     }
 }
 
@@ -142,17 +113,21 @@ void add_rows(const Tensor& out, const std::vector<Tensor>& parts,
 
 void write_rows(const std::vector<Tensor>& outs, const Tensor& x) {
     if (outs.empty() || outs.size() > kMostOuts)
-        refuse("outs", "1 to " + std::to_string(kMostOuts) + " tensors", outs.size());
+        refuse("outs", text("1 to ", kMostOuts, " tensors"), outs.size());
     const Tensor& out = outs[0];
     SumRowsParams params = params_of(out);
-    add_part(params, out, "x", x, 0, "", nullptr);
-    require_like_out("x", x, out, shape_of(out), "the shape of outs");
+    const auto require_shape_of_outs = [&](const std::string& argument, const Tensor& y) {
+        require_rows(argument, y, out);
+        require_shape(argument, y, {out.sizes().begin(), out.sizes().end()},
+                      "the shape of outs[0]");
+    };
+    require_shape_of_outs("x", x);
+    add_part(params, out, "x", x, 0);
     params.outs = static_cast<int>(outs.size());
     for (size_t i = 1; i < outs.size(); ++i) {
-        const std::string argument = "outs[" + std::to_string(i) + "]";
-        require_rows(argument, outs[i]);
-        require_dtype(argument.c_str(), outs[i], out.scalar_type());
-        require_like_out(argument, outs[i], out, shape_of(out), "the shape of outs[0]");
+        const std::string argument = text("outs[", i, "]");
+        require_shape_of_outs(argument, outs[i]);
+        require_dtype(argument, outs[i], out.scalar_type());
         for (int64_t dim = 0; dim < 3; ++dim)
             if (outs[i].stride(dim) != out.stride(dim))
                 refuse(argument, "of the strides of outs[0]", "others");
@@ -166,7 +141,7 @@ void write_rows(const std::vector<Tensor>& outs, const Tensor& x) {
 void combine_rows(const Tensor& out, const Tensor& lse, const std::vector<Tensor>& parts,
                   const std::vector<Tensor>& lse_parts, const std::vector<int64_t>& firsts) {
     SumRowsParams params = params_of(out);
-    set_lse(params, out, lse);
+    params.lse = statistics_of("lse", lse, out, out.size(1));
     add_parts(params, out, parts, &lse_parts, firsts);
     launch(params, out);
 }

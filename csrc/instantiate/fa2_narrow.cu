@@ -13,3 +13,7 @@ template flash_ext::ForwardLauncher flash_ext::fa2_forward<96, 96>;
 template int flash_ext::fa2_forward_shared_bytes<96, 96>();
 template flash_ext::BackwardLauncher flash_ext::fa2_backward<96, 96>;
 template int flash_ext::fa2_backward_shared_bytes<96, 96>();
+template flash_ext::ForwardLauncher flash_ext::fa2_forward<128, 128>;
+template int flash_ext::fa2_forward_shared_bytes<128, 128>();
+template flash_ext::BackwardLauncher flash_ext::fa2_backward<128, 128>;
+template int flash_ext::fa2_backward_shared_bytes<128, 128>();

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "plan/device.h"
+#include "problem/option_set.h"
 #include "tile/tensor_view.h"
 
 namespace flash_ext {
@@ -64,6 +65,7 @@ struct Call {
     bool has_dropout;
     bool has_alibi;
 
+    OptionSet options() const;
     // v is in float8_e4m3fn then, q and k in that or int8.
     bool has_8_bits() const { return operands[0].element_bytes == 1; }
 };

@@ -6,7 +6,7 @@
 
 #include <type_traits>
 
-#include "plan/head_dims.h"
+#include "plan/tuning.h"
 #include "tile/host_device.h"
 
 namespace flash_ext {
@@ -30,12 +30,24 @@ FLASH_HOST_DEVICE void compile_time_for(Function&& function) {
     }
 }
 
-// function(constants qk and v) of one of kHeadDims, or `none` for other dims.
-template <int kIndex = 0, class Function, class Result = cudaError_t>
+// function(constant set) of the sets of a row that equals `options`.
+template <OptionSets kSets, int kIndex = 0, class Function>
+cudaError_t dispatch_options(OptionSet options, Function&& function) {
+    if constexpr (kIndex < kSets.count) {
+        constexpr OptionSet kOptions = kSets.sets[kIndex];
+        if (options != kOptions) return dispatch_options<kSets, kIndex + 1>(options, function);
+        return function(std::integral_constant<OptionSet, kOptions>{});
+    } else {
+        return kNoKernel;
+    }
+}
+
+// function(constants qk and v) of the row of a tuning table with these dims, or `none`.
+template <auto& kTable, int kIndex = 0, class Function, class Result = cudaError_t>
 Result dispatch_head_dims(HeadDims dims, Function&& function, Result none = kNoKernel) {
-    if constexpr (kIndex < kHeadDimPairs) {
-        constexpr HeadDims kDims = kHeadDims[kIndex];
-        if (dims != kDims) return dispatch_head_dims<kIndex + 1>(dims, function, none);
+    if constexpr (kIndex < std::extent_v<std::remove_reference_t<decltype(kTable)>>) {
+        constexpr HeadDims kDims = kTable[kIndex].head_dims;
+        if (dims != kDims) return dispatch_head_dims<kTable, kIndex + 1>(dims, function, none);
         return function(std::integral_constant<int, kDims.qk>{},
                         std::integral_constant<int, kDims.v>{});
     } else {

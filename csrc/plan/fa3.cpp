@@ -16,11 +16,6 @@ std::string fa3_unsupported_reason(const Call& call, Pass pass) {
     const Sizes& sizes = call.sizes;
     const bool backward = pass == Pass::kBackward;
     if (call.has_8_bits() && backward) return "has no backward for 8-bit inputs";
-    if (call.has_dropout) return "has no dropout";
-    if (call.has_bias) return "has no bias";
-    if (call.has_8_bits() && call.softcap != 0) return "has no softcap with 8-bit inputs";
-    if (call.has_8_bits() && call.has_alibi) return "has no ALiBi with 8-bit inputs";
-    if (call.softcap > kMaxFa3Softcap) return "has no softcap above 2048";
     for (const Operand& x : call.operands) {
         // A tensor map needs memory.
         if (backward && x.is_empty()) return text("has no backward for an empty ", x.name);
@@ -30,6 +25,12 @@ std::string fa3_unsupported_reason(const Call& call, Pass pass) {
             return text("needs rows of ", x.name,
                         " that are not one row repeated, within 32 GiB of memory");
     }
+    const std::string reason =
+        backward            ? table_reason(call, tuning::kFa3Backward, tuning::kFa3BackwardWide)
+        : call.has_8_bits() ? table_reason(call, tuning::kFa3ForwardFp8)
+                            : table_reason(call, tuning::kFa3Forward);
+    if (!reason.empty()) return reason;
+    if (call.softcap > kMaxFa3Softcap) return "has no softcap above 2048";
     // The limit of dynamic_persistent_scheduler.cuh, with the smallest tiles.
     const int rows = backward ? tuning::kMinFa3BackwardBlock : tuning::kForwardBlockQ;
     const auto tiles = [&](int64_t heads, int64_t length) {
@@ -47,7 +48,9 @@ bool plan_fa3_decode(ForwardPlan& plan, bool may_pack_gqa, const GpuModel& gpu) 
     using enum tuning::Fa3ForwardTile;
     ForwardParams& params = plan.params;
     if (element_bytes(params.element_type) == 1) return false;
-    const HeadDims dims = head_dims(params);
+    const auto* row = tuning::find_row(tuning::kFa3Decode, head_dims(params), options_of(params));
+    if (row == nullptr) return false;
+    const HeadDims dims = row->head_dims;
     const auto q_tiles_of = [&](tuning::Fa3ForwardTile tile) {
         return few_query_tiles(params, tuning::fa3_decode(dims, tile).rows, may_pack_gqa);
     };
@@ -60,6 +63,8 @@ bool plan_fa3_decode(ForwardPlan& plan, bool may_pack_gqa, const GpuModel& gpu) 
 
     const tuning::Fa3DecodeShape shape = tuning::fa3_decode(dims, tile);
     const int splits = decode_splits(params, tiles, tile, shape.ctas_per_sm, gpu);
+    choose_kernel(plan, tuning::kFa3Decode, options_of(params));
+    params.changes_scores = changes_scores(options_of(params));  // a branch at run time
     params.pack_gqa_log2 = q_tiles.pack_gqa_log2;
     params.num_splits = splits;
     params.schedule = {tile_numbers(params, params.seqlen_q, q_tiles.queries) * splits,
@@ -75,55 +80,64 @@ bool plan_fa3_decode(ForwardPlan& plan, bool may_pack_gqa, const GpuModel& gpu) 
     return true;
 }
 
-// The rows of a Q tile.
-int block_q_of(const ForwardParams& params, const ForwardKernel& kernel) {
-    const HeadDims dims = head_dims(params);
-    return 64 * (element_bytes(params.element_type) == 1
-                     ? tuning::fa3_forward_fp8(dims, kernel.tile)
-                     : tuning::fa3_forward(dims, kernel.form, kernel.tile))
-                    .consumers;
+// The kernel and the rows of its Q tiles.
+int choose_fa3_forward(ForwardPlan& plan, OptionSet needed) {
+    ForwardKernel& kernel = plan.kernel;
+    if (element_bytes(plan.params.element_type) == 1) {
+        choose_kernel(plan, tuning::kFa3ForwardFp8, needed);
+        return 64 *
+               tuning::fa3_forward_fp8(kernel.head_dims, kernel.options, kernel.tile).consumers;
+    }
+    choose_kernel(plan, tuning::kFa3Forward, needed);
+    return 64 * tuning::fa3_forward(kernel.head_dims, kernel.options, kernel.tile).consumers;
 }
 
 void plan_fa3_forward(ForwardPlan& plan, const GpuModel& gpu) {
     ForwardParams& params = plan.params;
     ForwardKernel& kernel = plan.kernel;
-    kernel.form = features_of(params);
     kernel.sms = gpu.sms;
     // ALiBi differs between heads, and TMA needs a positive stride between them.
     const bool may_pack_gqa = params.alibi_slopes == nullptr && params.q.head_stride > 0;
     if (plan_fa3_decode(plan, may_pack_gqa, gpu)) return;
-    const HeadDims dims = head_dims(params);
+    // As with splits until their number is known.
+    choose_fa3_forward(plan, options_of(params) | OptionSet::kSplits);
     const int64_t tiles = plan_splits(plan, may_pack_gqa, gpu.sms, tuning::kFa3SplitKeys);
     if (tiles * params.num_splits > gpu.sms) plan.workspace.reserve(params.counters, 1);
     const bool packed = params.pack_gqa_log2 > 0;
-    kernel.tile = params.num_splits > 1 || packed
-                      ? tuning::Fa3ForwardTile::kSplits
-                      : fa3_forward_tile(dims, params, tiles <= gpu.sms, gpu);
+    const bool splits = params.num_splits > 1 || packed;
+    kernel.tile = splits ? tuning::Fa3ForwardTile::kFewQueries
+                         : fa3_forward_tile(kernel.head_dims, params, tiles <= gpu.sms, gpu);
+    const int block_q =
+        choose_fa3_forward(plan, options_of(params) | only_if(splits, OptionSet::kSplits));
     const QueryTiles q_tiles{packed ? params.heads_k : params.heads_q,
-                             block_q_of(params, kernel) >> params.pack_gqa_log2};
-    params.schedule = forward_schedule(params, q_tiles, dims, 1, gpu, params.num_splits,
+                             block_q >> params.pack_gqa_log2};
+    params.schedule = forward_schedule(params, q_tiles, kernel.head_dims, 1, gpu, params.num_splits,
                                        /*may_take_whole_heads=*/true);
 }
 
-cudaError_t run_fa3_forward(const ForwardPlan& plan, cudaStream_t stream) {
-    const ForwardParams& params = plan.params;
-    const ForwardKernel& kernel = plan.kernel;
-    const cudaError_t status = dispatch_head_dims(head_dims(params), [&](auto dim, auto dim_v) {
-        const auto run_8_bits = [&](auto type) {
-            if constexpr (has_kernels({dim, dim_v}, type)) {
-                return fa3_forward_fp8<type, dim, dim_v>(params, kernel, stream);
-            } else {
-                return kNoKernel;
-            }
-        };
-        if (element_bytes(params.element_type) == 1)
-            return dispatch<ElementType::kFloat8, ElementType::kInt8>(params.element_type,
-                                                                      run_8_bits);
-        if (tuning::is_decoding(kernel.tile)) return fa3_decode<dim, dim_v>(params, kernel, stream);
+cudaError_t dispatch_fa3_forward(const ForwardParams& params, const ForwardKernel& kernel,
+                                 cudaStream_t stream) {
+    if (element_bytes(params.element_type) == 1)
+        return dispatch_head_dims<tuning::kFa3ForwardFp8>(
+            kernel.head_dims, [&](auto dim, auto dim_v) {
+                return dispatch<ElementType::kFloat8, ElementType::kInt8>(
+                    params.element_type, [&](auto type) {
+                        return fa3_forward_fp8<type, dim, dim_v>(params, kernel, stream);
+                    });
+            });
+    if (tuning::is_decoding(kernel.tile))
+        return dispatch_head_dims<tuning::kFa3Decode>(kernel.head_dims, [&](auto dim, auto dim_v) {
+            return fa3_decode<dim, dim_v>(params, kernel, stream);
+        });
+    return dispatch_head_dims<tuning::kFa3Forward>(kernel.head_dims, [&](auto dim, auto dim_v) {
         return fa3_forward<dim, dim_v>(params, kernel, stream);
     });
-    if (status != cudaSuccess || !kernel.has_splits) return status;
-    return combine_splits(params, stream, /*pdl=*/true);
+}
+
+cudaError_t run_fa3_forward(const ForwardPlan& plan, cudaStream_t stream) {
+    const cudaError_t status = dispatch_fa3_forward(plan.params, plan.kernel, stream);
+    if (status != cudaSuccess || !plan.kernel.has_splits) return status;
+    return combine_splits(plan.params, plan.kernel.head_dims, stream, /*pdl=*/true);
 }
 
 // dK and dV of parts in the workspace, with a float in the place of two elements.
@@ -177,13 +191,13 @@ void plan_wide_backward(BackwardPlan& plan, const BackwardParams& params, HeadDi
 void plan_fa3_backward(BackwardPlan& plan, const GpuModel& gpu) {
     BackwardParams& params = plan.params;
     BackwardKernel& kernel = plan.kernel;
-    kernel.form = features_of(params);
     kernel.sms = gpu.sms;
     kernel.many_queries = mean_queries(params) >= tuning::kManyQueries;
     params.may_have_large_lse = params.softcap == 0.f;
-    const HeadDims dims = tuning::fa3_backward_head_dims(head_dims(params));
-    const int block_kv = tuning::fa3_backward_block_kv(dims);
-    const bool wide = tuning::is_fa3_backward_wide(dims);
+    const bool wide = !choose_kernel(plan, tuning::kFa3Backward, options_of(params)) &&
+                      choose_kernel(plan, tuning::kFa3BackwardWide, options_of(params));
+    const HeadDims dims = kernel.head_dims;
+    const int block_kv = wide ? tuning::kFa3BackwardWideBlock : tuning::kFa3BackwardBlockKV;
     split_heads(plan,
                 choose_parts(params, tile_numbers(params, params.seqlen_k, block_kv), wide, gpu));
     reserve_rows(plan, wide ? 0 : dims.qk);
@@ -192,7 +206,7 @@ void plan_fa3_backward(BackwardPlan& plan, const GpuModel& gpu) {
     params.schedule = backward_schedule(of_parts, block_kv, dims, 1, gpu);
     kernel.lead = lead_of(of_parts, params.schedule, dims, gpu);
     params.dq_accum_zeroed = kernel.lead == 0 && !params.deterministic;
-    if (tuning::fa3_backward(dims, kernel.form, kernel.many_queries).by_matmul()) {
+    if (tuning::fa3_backward(dims, kernel.options, kernel.many_queries).by_matmul()) {
         const int64_t rows = workspace_rows(params);
         plan.workspace.reserve(params.lse_rows, rows);
         plan.workspace.reserve(params.delta_rows, rows);
@@ -201,14 +215,14 @@ void plan_fa3_backward(BackwardPlan& plan, const GpuModel& gpu) {
 
 cudaError_t run_fa3_backward(const BackwardPlan& plan, cudaStream_t stream) {
     const BackwardParams& params = plan.params;
-    const cudaError_t status = dispatch_head_dims(head_dims(params), [&](auto dim, auto dim_v) {
-        constexpr HeadDims kDims = tuning::fa3_backward_head_dims({dim, dim_v});
-        if constexpr (tuning::is_fa3_backward_wide(kDims)) {
-            return fa3_backward_wide<kDims.qk, kDims.v>(params, plan.kernel, stream);
-        } else {
-            return fa3_backward<kDims.qk, kDims.v>(params, plan.kernel, stream);
-        }
+    const HeadDims dims = plan.kernel.head_dims;
+    cudaError_t status = dispatch_head_dims<tuning::kFa3Backward>(dims, [&](auto dim, auto dim_v) {
+        return fa3_backward<dim, dim_v>(params, plan.kernel, stream);
     });
+    if (status == kNoKernel)
+        status = dispatch_head_dims<tuning::kFa3BackwardWide>(dims, [&](auto dim, auto dim_v) {
+            return fa3_backward_wide<dim, dim_v>(params, plan.kernel, stream);
+        });
     if (status != cudaSuccess || params.parts == 1) return status;
     return sum_parts(params, plan.dk, plan.dv, stream);
 }

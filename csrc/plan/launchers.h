@@ -12,10 +12,11 @@ namespace flash_ext {
 
 // The kernel of a forward.
 struct ForwardKernel {
-    Features form = Features::kPlain;  // the least that the call needs
-    tuning::Fa3ForwardTile tile{};     // FA3
-    bool has_splits = false;  // stores the results of splits, which another kernel combines
-    int sms = 0;              // FA3, whose grids are persistent: the most CTAs
+    HeadDims head_dims{};           // of its row in the tuning table
+    OptionSet options;              // of the sets in this row
+    tuning::Fa3ForwardTile tile{};  // FA3
+    bool has_splits = false;        // stores the results of splits, which another kernel combines
+    int sms = 0;                    // FA3, whose grids are persistent: the most CTAs
 };
 
 // FA3 for wide heads: the order of KV tiles, and of Q tiles.
@@ -26,7 +27,8 @@ struct WideSchedules {
 
 // The kernels of a backward.
 struct BackwardKernel {
-    Features form = Features::kPlain;
+    HeadDims head_dims{};
+    OptionSet options;
     // FA3:
     int sms = 0;
     bool many_queries = false;
@@ -63,13 +65,12 @@ BackwardLauncher fa3_backward;
 template <int kHeadDim, int kHeadDimV>
 BackwardLauncher fa3_backward_wide;
 
-// After a forward with split keys. `pdl` as for launch_kernel(): only after FA3, since every GPU
-// that runs FA3 has it.
-cudaError_t combine_splits(ForwardParams params, cudaStream_t stream, bool pdl);
+// After a forward with split keys, by a kernel of these head dims. `pdl` as for launch_kernel():
+// only after FA3, since every GPU that runs FA3 has it.
+cudaError_t combine_splits(ForwardParams params, HeadDims dims, cudaStream_t stream, bool pdl);
 
-// Before a variant's backward, a CTA for each block_q rows; general: is its kernel the general one?
-cudaError_t backward_preprocess(const BackwardParams& params, int block_q, bool general,
-                                cudaStream_t stream);
+// Before a variant's backward, a CTA for each block_q rows.
+cudaError_t backward_preprocess(const BackwardParams& params, int block_q, cudaStream_t stream);
 
 // After a variant's backward, whose workspace they read.
 cudaError_t bias_gradient(BackwardParams params, cudaStream_t stream);

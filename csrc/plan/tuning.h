@@ -1,23 +1,28 @@
 // All tuned numbers: tile shapes, stages and warps per (kernel, head dims). docs/notes has the
 // measurements, and what was tried without success.
 //
-// Each kernel has a table with a row for each pair of head dims. It does not compile for a pair
-// without a row.
+// Each kernel has a table. Its rows are the list of the kernel's head dims, in ascending order,
+// with the sets of options for which it is instantiated at these head dims. A call takes the first
+// row that holds its head dims and has its options: kernels pad head dims with zeros. Rows are
+// independent of other tables.
 #pragma once
 
 #include <cstdint>
 
 #include "plan/head_dims.h"
+#include "problem/option_set.h"
 #include "problem/params.h"
 #include "tile/host_device.h"
 
 namespace flash_ext::tuning {
 
+// The first row that holds `dims` and has these options, or null.
 template <class Row, int kRows>
-constexpr bool has_row(const Row (&table)[kRows], HeadDims dims) {
+constexpr const Row* find_row(const Row (&table)[kRows], HeadDims dims,
+                              OptionSet options = OptionSet::kNone) {
     for (const Row& row : table)
-        if (row.head_dims == dims) return true;
-    return false;
+        if (row.head_dims.holds(dims) && row.options.index_for(options) >= 0) return &row;
+    return nullptr;
 }
 
 template <class Row, int kRows>
@@ -27,38 +32,37 @@ constexpr Row row_of(const Row (&table)[kRows], HeadDims dims) {
     throw "no row of these head dims";  // never reached in a constant expression
 }
 
-// The head dims of the first row that holds `dims`, {0, 0} if there is none.
-template <class Row, int kRows>
-constexpr HeadDims row_that_holds(const Row (&table)[kRows], HeadDims dims) {
-    for (const Row& row : table)
-        if (row.head_dims.holds(dims)) return row.head_dims;
-    return {};
-}
+// --- The sets of options that kernels have ---
 
-template <class Row, int kRows>
-constexpr bool has_all_rows(const Row (&table)[kRows], ElementType type = ElementType::kFloat16) {
-    for (const HeadDims dims : kHeadDims)
-        if (has_kernels(dims, type) && !has_row(table, dims)) return false;
-    return true;
-}
+// With splits a kernel reads a tile's coordinates more often: a few percent, up to 10 where
+// sequences are short. The common case does not pay for options.
+inline constexpr OptionSet kDense = OptionSet::kNone;
+inline constexpr OptionSet kVarlen = OptionSet::kVarlen;
+inline constexpr OptionSet kVarlenSplits = OptionSet::kVarlen | OptionSet::kSplits;
+// FA3 has neither bias nor dropout, and TMA needs aligned rows.
+inline constexpr OptionSet kFa3Scores =
+    kVarlenSplits | OptionSet::kSmallScale | OptionSet::kSoftcap | OptionSet::kAlibi;
+inline constexpr OptionSet kAllOptions =
+    kFa3Scores | OptionSet::kBias | OptionSet::kDropout | OptionSet::kUnaligned;
 
 // --- FA1, forward ---
 
+inline constexpr OptionSets kFa1Options{2, {kDense, kAllOptions}};
+
 struct Fa1Forward {
     HeadDims head_dims;
+    OptionSets options = kFa1Options;
     int block_q;
     int block_kv;        // where shared memory suffices (227 KB, Hopper)
     int small_block_kv;  // otherwise (163 KB, A100; at 64 99 KB, 8.6, 8.9 and 12.x)
 };
 
+// FA1 is there to be read and compared, so it has kernels for few pairs only.
 inline constexpr Fa1Forward kFa1Forward[] = {
     {.head_dims = {64, 64}, .block_q = 32, .block_kv = 256, .small_block_kv = 64},
     {.head_dims = {128, 128}, .block_q = 32, .block_kv = 256, .small_block_kv = 128},
     {.head_dims = {256, 256}, .block_q = 16, .block_kv = 128, .small_block_kv = 64},
 };
-
-// FA1 is there to be read and compared, so it has kernels for few pairs only.
-constexpr HeadDims fa1_head_dims(HeadDims dims) { return row_that_holds(kFa1Forward, dims); }
 
 constexpr Fa1Forward fa1_forward(HeadDims dims) { return row_of(kFa1Forward, dims); }
 
@@ -76,18 +80,16 @@ struct Forward {
     constexpr bool operator==(const Forward&) const = default;
 };
 
-// The least form of FA2's kernels. Those for packed sequences serve sequences of equal length, too,
-// but read a tile's coordinates more often: a few percent, up to 10 where sequences are short.
-constexpr Features least_fa2_form(HeadDims dims) {
-    const bool rare = dims.qk == 96 || dims.qk == 192;
-    return rare ? Features::kVarlen : Features::kPlain;
-}
+// Kernels for packed sequences serve sequences of equal length, too: at rare head dims they do.
+inline constexpr OptionSets kFa2Options{3, {kDense, kVarlenSplits, kAllOptions}};
+inline constexpr OptionSets kFa2RareOptions{2, {kVarlenSplits, kAllOptions}};
 
 // A warp has two blocks of 16 rows where O and S fit in 255 registers per lane, otherwise one. A
 // tile has as many keys as then fit. Q in registers leaves fewer registers for the fragments that
 // are being loaded: it is faster where warps have 16 rows and shared memory is the limit.
 struct Fa2Forward {
     HeadDims head_dims;
+    OptionSets options = kFa2Options;
     Forward plain;  // and varlen
     Forward general;
     // Where shared memory does not suffice for these (163 KB, A100).
@@ -103,15 +105,18 @@ inline constexpr Fa2Forward kFa2Forward[] = {
      .plain = {.rows_per_warp = 32, .warps = 4, .block_kv = 128, .ctas_per_sm = 2},
      .general = {.rows_per_warp = 32, .warps = 4, .block_kv = 64, .ctas_per_sm = 2}},
     {.head_dims = {96, 96},
+     .options = kFa2RareOptions,
      .plain = {.rows_per_warp = 32, .warps = 4, .block_kv = 64, .ctas_per_sm = 2},
      .general = {.rows_per_warp = 32, .warps = 4, .block_kv = 32, .ctas_per_sm = 2}},
     {.head_dims = {128, 128},
      .plain = {.rows_per_warp = 32, .warps = 4, .block_kv = 64, .ctas_per_sm = 2},
      .general = {.rows_per_warp = 32, .warps = 4, .block_kv = 32, .ctas_per_sm = 2}},
     {.head_dims = {192, 128},
+     .options = kFa2RareOptions,
      .plain = {.rows_per_warp = 32, .warps = 4, .block_kv = 48, .ctas_per_sm = 2},
      .general = {.rows_per_warp = 16, .warps = 8, .block_kv = 64}},
     {.head_dims = {192, 192},
+     .options = kFa2RareOptions,
      .plain = {.rows_per_warp = 16, .warps = 8, .block_kv = 64, .q_register_cols = 192},
      .general = {.rows_per_warp = 16, .warps = 8, .block_kv = 64}},
     {.head_dims = {256, 256},
@@ -120,16 +125,11 @@ inline constexpr Fa2Forward kFa2Forward[] = {
      .small_plain = {.rows_per_warp = 16, .warps = 8, .block_kv = 32, .q_register_cols = 128},
      .small_general = {.rows_per_warp = 16, .warps = 8, .block_kv = 32}},
 };
-static_assert(has_all_rows(kFa2Forward));
 
-constexpr Forward fa2_forward(HeadDims dims, Features features) {
+constexpr Forward fa2_forward(HeadDims dims, OptionSet options, bool less_memory = false) {
     const Fa2Forward row = row_of(kFa2Forward, dims);
-    return features == Features::kGeneral ? row.general : row.plain;
-}
-
-constexpr Forward small_fa2_forward(HeadDims dims, Features features) {
-    const Fa2Forward row = row_of(kFa2Forward, dims);
-    return features == Features::kGeneral ? row.small_general : row.small_plain;
+    if (changes_scores(options)) return less_memory ? row.small_general : row.general;
+    return less_memory ? row.small_plain : row.plain;
 }
 
 // --- FA3, forward ---
@@ -145,17 +145,9 @@ struct Fa3Forward {
     int transposer_registers = 56;  // FP8: of a lane that transposes V; consumers get the others
 };
 
-// The tiles of a pair of head dims and a form. kSplits: the keys are split, or GQA is packed. The
-// last three are those of the kernel for few queries, decode.cuh.
-enum class Fa3ForwardTile {
-    kSplits,
-    kFewQueries,
-    kUsual,
-    kLongKeys,
-    kFewRows,
-    kManyKeys,
-    kManyRows
-};
+// The tiles of a pair of head dims; splits and other options have those for few queries. The last
+// three are tiles of the kernel for few queries, decode.cuh.
+enum class Fa3ForwardTile { kFewQueries, kUsual, kLongKeys, kFewRows, kManyKeys, kManyRows };
 
 constexpr bool is_decoding(Fa3ForwardTile tile) { return tile >= Fa3ForwardTile::kFewRows; }
 
@@ -169,9 +161,15 @@ struct Fa3Costs {
     Fa3Cost differ{};
 };
 
+// Kernels that change scores take twice as long to compile. Models with softcap or ALiBi have head
+// dims 64, 128 and 256: at others such calls are padded further.
+inline constexpr OptionSets kFa3ForwardOptions{2, {kVarlen, kVarlenSplits}};
+inline constexpr OptionSets kFa3ForwardAllOptions{3, {kVarlen, kVarlenSplits, kFa3Scores}};
+
 struct Fa3ForwardRow {
     HeadDims head_dims;
-    Fa3Forward few_queries;  // also for splits, packed GQA and the general form
+    OptionSets options = kFa3ForwardOptions;
+    Fa3Forward few_queries;  // also for splits and other options
     Fa3Forward usual = few_queries;
     Fa3Forward long_keys = usual;
     // Those of `usual` are the defaults. Measured: docs/notes/009-fa3-forward.md.
@@ -188,6 +186,7 @@ inline constexpr Fa3ForwardRow kFa3Forward[] = {
      .few_queries_costs = {.alike = {112}, .differ = {110}},
      .long_keys_costs = {.alike = {98, 72}, .differ = {96, 208}}},
     {.head_dims = {64, 64},
+     .options = kFa3ForwardAllOptions,
      .few_queries =
          {.consumers = 2, .block_kv = 128, .k_stages = 4, .v_stages = 4, .ping_pong = true},
      .usual = {.consumers = 4, .block_kv = 64, .k_stages = 3, .v_stages = 3},
@@ -199,6 +198,7 @@ inline constexpr Fa3ForwardRow kFa3Forward[] = {
      .usual = {.consumers = 3, .block_kv = 64, .k_stages = 5, .v_stages = 5},
      .few_queries_costs = {.alike = {110}, .differ = {105}}},
     {.head_dims = {128, 128},
+     .options = kFa3ForwardAllOptions,
      .few_queries =
          {.consumers = 2, .block_kv = 128, .k_stages = 3, .v_stages = 2, .ping_pong = true}},
     {.head_dims = {192, 128},
@@ -206,17 +206,18 @@ inline constexpr Fa3ForwardRow kFa3Forward[] = {
     {.head_dims = {192, 192},
      .few_queries = {.consumers = 2, .block_kv = 64, .k_stages = 2, .v_stages = 2}},
     {.head_dims = {256, 256},
+     .options = kFa3ForwardAllOptions,
      .few_queries = {.consumers = 2, .block_kv = 64, .q_stages = 1, .k_stages = 3, .v_stages = 2}},
 };
-static_assert(has_all_rows(kFa3Forward));
 
-constexpr Fa3Forward fa3_forward(HeadDims dims, Features features, Fa3ForwardTile tile) {
+constexpr Fa3Forward fa3_forward(HeadDims dims, OptionSet options, Fa3ForwardTile tile) {
     Fa3ForwardRow row = row_of(kFa3Forward, dims);
-    // A tile of few rows leaves a consumer without any, which skips what the other one computes.
-    // The general form has one kernel for calls with and without splits.
-    if (features == Features::kGeneral) return row.few_queries;
-    if (tile == Fa3ForwardTile::kSplits) row.few_queries.ping_pong = false;
-    if (tile <= Fa3ForwardTile::kFewQueries) return row.few_queries;
+    // A tile of few rows leaves a consumer without any, which skips what the other one computes. A
+    // kernel that changes scores is the same with and without splits.
+    if (contains(options, OptionSet::kSplits) && !changes_scores(options))
+        row.few_queries.ping_pong = false;
+    if (contains(options, OptionSet::kSplits) || tile == Fa3ForwardTile::kFewQueries)
+        return row.few_queries;
     return tile == Fa3ForwardTile::kLongKeys ? row.long_keys : row.usual;
 }
 
@@ -232,6 +233,7 @@ struct Fa3DecodeShape {
 // As many rows, or warps, as registers allow, and as many stages as shared memory then does.
 struct Fa3DecodeRow {
     HeadDims head_dims;
+    OptionSets options{1, {kFa3Scores}};  // one kernel has all, as run-time branches
     Fa3DecodeShape few_rows;
     Fa3DecodeShape many_keys = few_rows;  // of few rows, where an SM has no more than one CTA
     Fa3DecodeShape many_rows = few_rows;
@@ -258,7 +260,6 @@ inline constexpr Fa3DecodeRow kFa3Decode[] = {
     {.head_dims = {192, 192}, .few_rows = {.stages = 2}},
     {.head_dims = {256, 256}, .few_rows = {.stages = 1}},
 };
-static_assert(has_all_rows(kFa3Decode));
 
 constexpr Fa3DecodeShape fa3_decode(HeadDims dims, Fa3ForwardTile tile) {
     const Fa3DecodeRow row = row_of(kFa3Decode, dims);
@@ -278,10 +279,13 @@ constexpr double decoding_time_alone(Fa3ForwardTile tile) {
 
 // --- FA3, forward of FP8 ---
 
-// P V of partial_cols columns is in the registers of the scores.
+// P V of partial_cols columns is in the registers of the scores. Some pairs are padded further than
+// with 16 bits: at 96 the tiles of 128 are faster, though a quarter of them is zeros
+// (docs/notes/016-fp8.md), and models with 32, or 192 in V as well, hardly exist.
 struct Fa3ForwardFp8Row {
     HeadDims head_dims;
-    Fa3Forward splits;  // also for packed GQA
+    OptionSets options{2, {kVarlen, kVarlenSplits}};
+    Fa3Forward splits;  // also for packed GQA, and for few queries
     Fa3Forward usual = splits;
 };
 
@@ -320,11 +324,12 @@ inline constexpr Fa3ForwardFp8Row kFa3ForwardFp8[] = {
                .partial_cols = 64,
                .transposer_registers = 40}},
 };
-static_assert(has_all_rows(kFa3ForwardFp8, ElementType::kFloat8));
 
-constexpr Fa3Forward fa3_forward_fp8(HeadDims dims, Fa3ForwardTile tile) {
+constexpr Fa3Forward fa3_forward_fp8(HeadDims dims, OptionSet options, Fa3ForwardTile tile) {
     const Fa3ForwardFp8Row row = row_of(kFa3ForwardFp8, dims);
-    return tile == Fa3ForwardTile::kUsual ? row.usual : row.splits;
+    const bool few_queries =
+        tile == Fa3ForwardTile::kFewQueries && row.splits.consumers < row.usual.consumers;
+    return contains(options, OptionSet::kSplits) || few_queries ? row.splits : row.usual;
 }
 
 // --- FA1 and FA2, backward ---
@@ -341,26 +346,28 @@ struct Backward {
     constexpr bool operator==(const Backward&) const = default;
 };
 
-// One tile for all forms.
+// One tile for all options.
 struct Fa1Backward {
     HeadDims head_dims;
-    Backward all;
+    OptionSets options = kFa1Options;
+    Backward plain;
 };
 
 inline constexpr Fa1Backward kFa1Backward[] = {
-    {.head_dims = {64, 64}, .all = {.block_q = 32, .keys_per_warp = 16, .warps_kv = 8}},
+    {.head_dims = {64, 64}, .plain = {.block_q = 32, .keys_per_warp = 16, .warps_kv = 8}},
     {.head_dims = {128, 128},
-     .all = {.block_q = 32, .keys_per_warp = 32, .warps_kv = 4, .warps_d = 2}},
+     .plain = {.block_q = 32, .keys_per_warp = 32, .warps_kv = 4, .warps_d = 2}},
     {.head_dims = {256, 256},
-     .all = {.block_q = 32, .keys_per_warp = 16, .warps_kv = 4, .warps_d = 2, .dq_slices = 4}},
+     .plain = {.block_q = 32, .keys_per_warp = 16, .warps_kv = 4, .warps_d = 2, .dq_slices = 4}},
 };
 
-constexpr Backward fa1_backward(HeadDims dims) { return row_of(kFa1Backward, dims).all; }
+constexpr Backward fa1_backward(HeadDims dims) { return row_of(kFa1Backward, dims).plain; }
 
 // A warp has as many keys as registers allow beside dK and dV, since each fragment of Q and dO is
 // used for all of them.
 struct Fa2Backward {
     HeadDims head_dims;
+    OptionSets options = kFa2Options;
     Backward general;  // options take registers
     Backward plain;
     Backward varlen = plain;
@@ -375,15 +382,18 @@ inline constexpr Fa2Backward kFa2Backward[] = {
      .general = {.block_q = 32, .keys_per_warp = 16, .warps_kv = 8},
      .plain = {.block_q = 32, .keys_per_warp = 32, .warps_kv = 4, .ctas_per_sm = 2}},
     {.head_dims = {96, 96},
+     .options = kFa2RareOptions,
      .general = {.block_q = 32, .keys_per_warp = 16, .warps_kv = 4, .ctas_per_sm = 2},
      .plain = {.block_q = 64, .keys_per_warp = 16, .warps_kv = 8}},
     {.head_dims = {128, 128},
      .general = {.block_q = 32, .keys_per_warp = 32, .warps_kv = 4, .warps_d = 2},
      .plain = {.block_q = 64, .keys_per_warp = 32, .warps_kv = 4, .warps_d = 2}},
     {.head_dims = {192, 128},
+     .options = kFa2RareOptions,
      .general = {.block_q = 32, .keys_per_warp = 16, .warps_kv = 4, .warps_d = 2},
      .plain = {.block_q = 64, .keys_per_warp = 32, .warps_kv = 2, .warps_d = 4, .stages = 1}},
     {.head_dims = {192, 192},
+     .options = kFa2RareOptions,
      .general = {.block_q = 32, .keys_per_warp = 16, .warps_kv = 4, .warps_d = 2},
      .plain = {.block_q = 64, .keys_per_warp = 32, .warps_kv = 2, .warps_d = 4, .stages = 1}},
     {.head_dims = {256, 256},
@@ -393,18 +403,29 @@ inline constexpr Fa2Backward kFa2Backward[] = {
      .small_plain =
          {.block_q = 32, .keys_per_warp = 16, .warps_kv = 4, .warps_d = 2, .dq_slices = 2}},
 };
-static_assert(has_all_rows(kFa2Backward));
 
-constexpr Backward fa2_backward(HeadDims dims, Features features) {
+constexpr Backward fa2_backward(HeadDims dims, OptionSet options, bool less_memory = false) {
     const Fa2Backward row = row_of(kFa2Backward, dims);
-    if (features == Features::kGeneral) return row.general;
-    return features == Features::kVarlen ? row.varlen : row.plain;
+    if (changes_scores(options)) return row.general;
+    if (contains(options, kVarlen)) return row.varlen;
+    return less_memory ? row.small_plain : row.plain;
 }
 
-constexpr Backward small_fa2_backward(HeadDims dims, Features features) {
-    return features == Features::kPlain ? row_of(kFa2Backward, dims).small_plain
-                                        : fa2_backward(dims, features);
-}
+// --- The gradient of the bias, of every variant ---
+
+// A call with a bias gradient is rare: powers of two suffice, and compile faster.
+struct BiasGradient {
+    HeadDims head_dims;
+    OptionSets options{1, {kAllOptions}};
+    Backward all;
+};
+
+inline constexpr BiasGradient kBiasGradient[] = {
+    {.head_dims = {32, 32}, .all = fa2_backward({32, 32}, kAllOptions)},
+    {.head_dims = {64, 64}, .all = fa2_backward({64, 64}, kAllOptions)},
+    {.head_dims = {128, 128}, .all = fa2_backward({128, 128}, kAllOptions)},
+    {.head_dims = {256, 256}, .all = fa2_backward({256, 256}, kAllOptions)},
+};
 
 // --- FA3, backward ---
 
@@ -413,37 +434,47 @@ constexpr Backward small_fa2_backward(HeadDims dims, Features features) {
 enum class Fa3BackwardSchedule { kPingPong, kByMatmul, kByMatmulEarly, kEarly, kLateFences };
 using enum Fa3BackwardSchedule;
 
+// Where dQ is. In the registers of S it must be stored before the next S begins. Otherwise it is
+// stored while the next matmuls run; at d 128 that takes too many registers.
+enum class DQRegisters { kOfS, kOfDP, kOwn };
+using enum DQRegisters;
+
 struct Fa3Backward {
     int block_q;
     int q_stages;   // of Q tiles with their lse
     int do_stages;  // of dO tiles with their delta
     Fa3BackwardSchedule schedule;
-    bool transpose_dq = true;     // a consumer's half of dQ: 64 columns, or 64 rows
-    bool hold_ds = true;          // dK takes dS from registers, or from shared memory
-    bool dq_takes_scores = true;  // dQ in the registers of S, or in its own
+    bool transpose_dq = true;  // a consumer's half of dQ: 64 columns, or 64 rows
+    bool hold_ds = true;       // dK takes dS from registers, or from shared memory
+    DQRegisters dq_registers = kOfS;
 
     // Ping-pong gains 2 to 9 % if exponentials take as long as matmuls, and 1 % at d 128. In the
-    // general form at d 128 it costs 1 to 4 % (with softcap).
+    // kernel for softcap and ALiBi at d 128 it costs 1 to 4 % (with softcap).
     constexpr bool ping_pong() const { return schedule <= kByMatmulEarly; }
     // lse and delta are added to S and dP by a matmul (StatisticsRow), if that is faster than to
-    // load them into registers and to subtract them. Not in the general form.
+    // load them into registers and to subtract them. Not with kFa3Scores.
     constexpr bool by_matmul() const { return schedule == kByMatmul || schedule == kByMatmulEarly; }
     // All exponentials run beside dP, which ptxas does not do by itself.
     constexpr bool early_exponentials() const {
         return schedule == kByMatmulEarly || schedule == kEarly;
     }
     // A fence waits until the stores before it are done. Late fences, of dS and dQ, come when the
-    // next matmuls have been started.
+    // next matmuls have been started; so do late stores of dQ.
     constexpr bool late_fences() const { return schedule != kPingPong; }
+    constexpr bool late_dq() const { return late_fences() && dq_registers != kOfS; }
 };
+
+inline constexpr OptionSets kFa3BackwardOptions{1, {kVarlen}};
+inline constexpr OptionSets kFa3BackwardAllOptions{2, {kVarlen, kFa3Scores}};
 
 // For heads whose dQ is summed in HBM. Tiles of 80 queries pay when Q, dO and dQ of a head no
 // longer stay in L2; up to 32,768 queries both are level.
 struct Fa3BackwardRow {
     HeadDims head_dims;
+    OptionSets options = kFa3BackwardOptions;
     Fa3Backward usual;
-    Fa3BackwardSchedule general = usual.schedule;  // in the general form
-    Fa3Backward many_queries = usual;              // not in the general form
+    Fa3BackwardSchedule with_options = usual.schedule;
+    Fa3Backward many_queries = usual;  // without options
 };
 
 inline constexpr Fa3BackwardRow kFa3Backward[] = {
@@ -453,37 +484,39 @@ inline constexpr Fa3BackwardRow kFa3Backward[] = {
                .do_stages = 3,
                .schedule = kByMatmul,
                .transpose_dq = false,
-               .dq_takes_scores = false},
-     .general = kPingPong},
+               .dq_registers = kOwn}},
     {.head_dims = {64, 64},
+     .options = kFa3BackwardAllOptions,
      .usual = {.block_q = 128,
                .q_stages = 3,
                .do_stages = 2,
                .schedule = kByMatmul,
                .transpose_dq = false,
-               .hold_ds = false},
-     .general = kPingPong},
+               .hold_ds = false,
+               .dq_registers = kOfDP},
+     .with_options = kPingPong},
     {.head_dims = {96, 96},
      .usual = {.block_q = 96, .q_stages = 2, .do_stages = 2, .schedule = kPingPong}},
     {.head_dims = {128, 128},
+     .options = kFa3BackwardAllOptions,
      .usual = {.block_q = 64, .q_stages = 3, .do_stages = 2, .schedule = kByMatmulEarly},
-     .general = kEarly,
+     .with_options = kEarly,
      .many_queries = {.block_q = 80, .q_stages = 2, .do_stages = 2, .schedule = kLateFences}},
 };
 
 inline constexpr int kManyQueries = 16384;
 
-constexpr Fa3Backward fa3_backward(HeadDims dims, Features features, bool many_queries) {
-    const Fa3BackwardRow row = row_of(kFa3Backward, dims);
-    if (features != Features::kGeneral) return many_queries ? row.many_queries : row.usual;
-    Fa3Backward general = row.usual;
-    general.schedule = row.general;
-    return general;
+constexpr Fa3Backward fa3_backward(HeadDims dims, OptionSet options, bool many_queries) {
+    Fa3BackwardRow row = row_of(kFa3Backward, dims);
+    if (!changes_scores(options)) return many_queries ? row.many_queries : row.usual;
+    row.usual.schedule = row.with_options;
+    return row.usual;
 }
 
 // For wider heads. Stages are as many as shared memory holds.
 struct Fa3BackwardWide {
     HeadDims head_dims;
+    OptionSets options = kFa3BackwardOptions;
     int pool_pairs;      // dKdV kernel: pairs of Q and dO tiles
     int k_stages;        // dQ kernel: K tiles
     int v_stages;        // dQ kernel: V tiles
@@ -493,28 +526,21 @@ struct Fa3BackwardWide {
 inline constexpr Fa3BackwardWide kFa3BackwardWide[] = {
     {.head_dims = {192, 128}, .pool_pairs = 3, .k_stages = 3, .v_stages = 2, .dq_gemm_stages = 5},
     {.head_dims = {192, 192}, .pool_pairs = 3, .k_stages = 3, .v_stages = 2, .dq_gemm_stages = 5},
-    {.head_dims = {256, 256}, .pool_pairs = 2, .k_stages = 2, .v_stages = 1, .dq_gemm_stages = 4},
+    {.head_dims = {256, 256},
+     .options = kFa3BackwardAllOptions,
+     .pool_pairs = 2,
+     .k_stages = 2,
+     .v_stages = 1,
+     .dq_gemm_stages = 4},
 };
 
 constexpr Fa3BackwardWide fa3_backward_wide(HeadDims dims) {
     return row_of(kFa3BackwardWide, dims);
 }
 
-constexpr bool is_fa3_backward_wide(HeadDims dims) { return has_row(kFa3BackwardWide, dims); }
-
+inline constexpr int kFa3BackwardBlockKV = 128;   // of the KV tiles of other heads
 inline constexpr int kFa3BackwardWideBlock = 64;  // of a dKdV kernel's Q and KV tiles
 inline constexpr int kFa3DQBlockQ = 128;          // of a dQ kernel's Q tiles, in two halves
-
-// The keys of a KV tile.
-constexpr int fa3_backward_block_kv(HeadDims dims) {
-    return is_fa3_backward_wide(dims) ? kFa3BackwardWideBlock : 128;
-}
-
-// A pair without a backward kernel uses that of the next pair that has one and holds it.
-constexpr HeadDims fa3_backward_head_dims(HeadDims dims) {
-    const HeadDims narrow = row_that_holds(kFa3Backward, dims);
-    return narrow.qk > 0 ? narrow : row_that_holds(kFa3BackwardWide, dims);
-}
 
 // The fewest rows of a tile of queries or keys in fa3's backward.
 inline constexpr int kMinFa3BackwardBlock = 64;
@@ -527,5 +553,12 @@ inline constexpr int kFa3SplitKeys = 128;
 
 // The splits of the rows of a head in sink_gradient.cuh.
 inline constexpr int kSinkSplits = 32;
+
+template <class Row, int kRows>
+constexpr int widest_of(const Row (&table)[kRows]) {
+    return table[kRows - 1].head_dims.qk;
+}
+inline constexpr int kMaxHeadDim =
+    max_of(widest_of(kFa1Forward), max_of(widest_of(kFa2Forward), widest_of(kFa3Forward)));
 
 }  // namespace flash_ext::tuning

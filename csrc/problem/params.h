@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "problem/option_set.h"
 #include "tile/host_device.h"
 #include "tile/tensor_view.h"
 
@@ -90,39 +91,36 @@ struct AttentionParams {
     // Does every row of every tensor start and end on a 16-byte boundary? (So head dims are
     // multiples of 8.) Then tiles are copied 16 bytes at a time.
     bool aligned;
+    // Does the kernel that the plan has chosen scale scores before it masks them? See OptionSet.
+    bool changes_scores = false;
     Schedule schedule;
 };
-
-// A kernel has up to three forms, so that the common case does not pay for options: kPlain has
-// masks (full, causal, window) and sinks; kVarlen also finds its sequences on the device and, in
-// fa2, may have splits of the keys; kGeneral has all options, as branches that are uniform over the
-// grid.
-enum class Features { kPlain, kVarlen, kGeneral };
 
 // May the lengths of sequences differ?
 FLASH_HOST_DEVICE bool is_varlen(const AttentionParams& params) {
     return params.cu_seqlens_q != nullptr || params.seqused_k != nullptr;
 }
 
-// The least scale of the forms that multiply scores by it after masking, or divide lse by it.
+// The least scale of kernels that multiply scores by it after masking, or divide lse by it.
 inline constexpr float kLeastScale = 1e-30f;
 
-// The form of the kernel that this call needs.
-FLASH_HOST_DEVICE Features features_of(const AttentionParams& params) {
-    if (!params.aligned || params.keep_threshold < (1u << 16) || params.scale < kLeastScale ||
-        params.softcap != 0.f || params.alibi_slopes != nullptr || params.bias.data != nullptr)
-        return Features::kGeneral;
-    if (is_varlen(params)) return Features::kVarlen;
-    return Features::kPlain;
+// The options that the call asks for. 8-bit kernels take any scale.
+inline OptionSet options_of(const AttentionParams& params) {
+    using enum OptionSet;
+    const bool has_8_bits = element_bytes(params.element_type) == 1;
+    return only_if(is_varlen(params), kVarlen) |
+           only_if(params.scale < kLeastScale && !has_8_bits, kSmallScale) |
+           only_if(params.softcap != 0.f, kSoftcap) |
+           only_if(params.alibi_slopes != nullptr, kAlibi) |
+           only_if(params.bias.data != nullptr, kBias) |
+           only_if(params.keep_threshold < (1u << 16), kDropout) |
+           only_if(!params.aligned, kUnaligned);
 }
 
-// The factor from a maximum of the softmax to an exponent of 2. The general form scales scores
-// before it masks them, the others in the exponent. With 8 bits the factor of the scores differs
-// between tiles, so maxima include it.
+// The factor from scores of 16-bit inputs to exponents of 2. Kernels that change scores scale them
+// before they mask them, the others in the exponent.
 FLASH_HOST_DEVICE float exponent_scale(const AttentionParams& params) {
-    const bool scaled =
-        features_of(params) == Features::kGeneral || element_bytes(params.element_type) == 1;
-    return scaled ? 1.f : params.scale_log2;
+    return params.changes_scores ? 1.f : params.scale_log2;
 }
 
 // The number of queries, and of keys, of a sequence; with varlen the mean.
@@ -137,7 +135,7 @@ inline int mean_keys(const AttentionParams& params) {
 
 // The statistics of a row's softmax over a split of the keys.
 struct alignas(8) PartialStatistics {
-    float max;
+    float max;  // in exponents of 2
     float sum;
 };
 
@@ -217,7 +215,7 @@ struct BackwardParams : AttentionParams {
     int dq_accum_cols = 0;  // the head dim of the kernel, or 0 if there is no dq_accum
     float* lse_log2;        // (R), lse * log2(e), relative to the reference; +inf where the row
                             // sees no key
-    float* delta;           // (R), (rowsum(dO * O) - dlse) / ds_factor
+    float* minus_delta;     // (R), (dlse - rowsum(dO * O)) / ds_factor
     float* reference;       // (R), 0 for most; see large_lse.cuh
     // (R), or null: -lse_log2 / scale_log2 (0 in rows with a reference, minus the largest bfloat16
     // in rows that see no key) and -delta, for kernels that add them by a matmul.

@@ -20,9 +20,8 @@ inline constexpr float kMaxInt8 = 127.f;
 // The kernels multiply numbers by powers of two, which cancel, so that nothing overflows and no
 // number of bfloat16 loses a digit.
 //
-// Sums of up to 256 numbers, each less a mean, may exceed float32's largest number. So they may be
-// divided by kSumDivisor; a difference alone by kDifferenceDivisor. Maxima always are divided by
-// kSumDivisor.
+// Sums of up to 256 numbers, each less a mean, may exceed float32's largest number. So they are
+// divided by kSumDivisor, as all maxima are; a difference alone by kDifferenceDivisor.
 inline constexpr int kSumDivisor = 512;
 inline constexpr int kDifferenceDivisor = 2;
 // The factor from numbers to results is at most this. A smaller maximum counts as the one with this
@@ -39,14 +38,13 @@ struct QuantizeParams {
     int head_dim;      // D, a multiple of 16
     int hadamard_dim;  // the largest power of two that divides D
 
-    TensorView x;                     // (B, S, H, D)
+    TensorView x;                     // (B, S, H, D), rows on 16-byte boundaries
     uint8_t* x_8bit = nullptr;        // (B, S, H, D), contiguous
     bool to_int8 = false;             // otherwise e4m3; with block scales only
     const int* cu_seqlens = nullptr;  // (B + 1), of varlen
     const int* seqused = nullptr;     // (B), the rows in use; others become zeros
     const int8_t* signs = nullptr;    // (D), 1 or -1; null: no rotation
     const float* mean = nullptr;      // (B, H, D), subtracted first
-    bool aligned = false;             // does every row of x start on a 16-byte boundary?
 
     Scales scales = Scales::kTensor;
     bool finds_maxima = false;  // a first pass, of scales of a tensor or of heads

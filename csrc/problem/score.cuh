@@ -18,9 +18,9 @@ namespace flash_ext {
 // The score of (query i, key j) is, in this order and in base 2,
 //     s = scale q_i k_j,  s = c tanh(s / c) with softcap c,
 //     s -= slope |i + seqlen_k - seqlen_q - j| with ALiBi,  s += bias_ij.
-// Only for general kernels; kHasBias = false is for kernels without a bias. Elements are addressed
-// by position within the sequence: a tile's row 0 and column 0 are at first_row and first_col.
-template <class Element, Rows kRows, bool kHasBias = true>
+// For kernels whose options change scores. Elements are addressed by position within the sequence:
+// a tile's row 0 and column 0 are at first_row and first_col.
+template <class Element, Rows kRows, OptionSet kOptions>
 struct ScoreFunction {
     const AttentionParams& params;
     const Sequence& sequence;
@@ -28,7 +28,7 @@ struct ScoreFunction {
 
     template <class Scores>
     __device__ __forceinline__ void apply(Scores& s, int first_row, int first_col) const {
-        if (params.softcap == 0.f) {
+        if (!contains(kOptions, OptionSet::kSoftcap) || params.softcap == 0.f) {
             s.scale(params.scale_log2);
         } else {
             apply_softcap(s);
@@ -100,7 +100,7 @@ struct ScoreFunction {
     template <class Scores>
     __device__ __forceinline__ void add_offsets(Scores& s, int first_row, int first_col,
                                                 float sign) const {
-        if (params.alibi_slopes != nullptr) {
+        if (contains(kOptions, OptionSet::kAlibi) && params.alibi_slopes != nullptr) {
             const int64_t batch = sequence.index();
             const float slope =
                 sign * kLog2e * params.alibi_slopes[batch * params.alibi_batch_stride + head];
@@ -121,7 +121,7 @@ struct ScoreFunction {
                 });
             }
         }
-        if constexpr (kHasBias) {
+        if constexpr (contains(kOptions, OptionSet::kBias)) {
             if (params.bias.data == nullptr) return;
             const BiasTile tile = bias_tile(first_row, first_col);
             switch (params.bias.type) {

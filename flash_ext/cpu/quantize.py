@@ -149,21 +149,17 @@ def _rotated(rows: Tensor, signs: Tensor | None, mean: Tensor | None) -> tuple[T
     """The numbers of a sequence (n, H, D), less their mean, rotated but for the factor sqrt(D).
 
     Returns:
-        The numbers in float32, NaN where they are not finite, and what they are divided by.
+        The numbers in float32, NaN if they are not finite, and what they are divided by.
     """
     y = rows.float()
     if signs is None:
         divisor = 1.0 if mean is None else DIFFERENCE_DIVISOR
         return _finite(y if mean is None else y / divisor - mean / divisor), divisor
     # Both have signs before one is subtracted: that decides signs of 0.
-    y = torch.where(signs < 0, -y, y)
-    if mean is None:
-        whole = butterflies(y)
-        if whole.isfinite().all():
-            return whole, 1.0
-        return _finite(butterflies(y / SUM_DIVISOR)), SUM_DIVISOR
-    mean = torch.where(signs < 0, -mean, mean)
-    return _finite(butterflies(y / SUM_DIVISOR - mean / SUM_DIVISOR)), SUM_DIVISOR
+    y = torch.where(signs < 0, -y, y) / SUM_DIVISOR
+    if mean is not None:
+        y = y - torch.where(signs < 0, -mean, mean) / SUM_DIVISOR
+    return _finite(butterflies(y)), SUM_DIVISOR
 
 
 def _quantize_cpu(

@@ -42,7 +42,10 @@ class Build:
     """The CUDA version of the compiler, whose runtime they hold."""
 
     digest: str | None = None
-    """The source digest: `python benchmarks/common.py --digest` prints that of a checkout."""
+    """The source digest: `python benchmarks/digest.py package` prints that of a checkout."""
+
+    kernels: str | None = None
+    """The digest of csrc alone: `python benchmarks/digest.py kernels`."""
 
     version: str | None = None
     """The version of flash_ext."""

@@ -286,6 +286,12 @@ def ordinary_tensors() -> Iterator[None]:
         yield
 
 
+# --- Timing ---
+
+gpu_sleep: Callable[[int], object] = _find("torch.cuda._sleep") or (lambda cycles: None)
+"""Keeps the GPU busy for so many cycles. Without it some calls have a part of the CPU's time."""
+
+
 # --- Memory that the GPUs of a host share ---
 
 

@@ -14,9 +14,7 @@
 
 namespace flash_ext {
 
-cudaError_t backward_preprocess(const BackwardParams&, int, bool, cudaStream_t) {
-    return cudaSuccess;
-}
+cudaError_t backward_preprocess(const BackwardParams&, int, cudaStream_t) { return cudaSuccess; }
 
 namespace {
 
@@ -55,6 +53,7 @@ Params params_of(const Call& call, ElementType type, int head_dim, bool general)
     x.window_right = side(call.window_right);
     x.scale = x.scale_log2 = 1.f;
     x.softcap = general ? 1.f : 0.f;
+    x.changes_scores = general;
     x.aligned = true;
     x.q = view(call, call.seqlen_q, call.heads_q, head_dim);
     x.k = view(call, call.seqlen_k, call.heads_k, head_dim);
@@ -88,7 +87,7 @@ BackwardParams backward_params(const Call& call, int head_dim, bool general = fa
     x.deterministic = call.deterministic;
     x.row_groups = row_groups(x);
     x.padding_row = padding_row(x);
-    x.dq_accum = x.lse_log2 = x.delta = x.reference = reinterpret_cast<float*>(global);
+    x.dq_accum = x.lse_log2 = x.minus_delta = x.reference = reinterpret_cast<float*>(global);
     x.lse_rows = x.delta_rows = reinterpret_cast<StatisticsRow*>(global);
     static int semaphores[1 << 16];
     std::fill(std::begin(semaphores), std::end(semaphores), 0);
@@ -133,7 +132,7 @@ void list_members() {
     FLASH_MEMBER("data", "dS", ds)
     FLASH_MEMBER("data", "dQ", dq)
     FLASH_MEMBER("data", "lse", lse)
-    FLASH_MEMBER("data", "delta", delta)
+    FLASH_MEMBER("data", "delta", minus_delta)
     FLASH_MEMBER("data", "pool", pool)
     FLASH_MEMBER("data", "statistics", statistics)
     FLASH_MEMBER("data", "P", p)
@@ -173,30 +172,29 @@ cudaError_t launch_forward(const Call& call, ElementType type, bool general = fa
     });
 }
 
-template <int kHeadDim, tuning::Fa3ForwardTile kTile, Features kFeatures = Features::kVarlen>
+template <int kHeadDim, tuning::Fa3ForwardTile kTile, OptionSet kOptions = tuning::kVarlen>
 cudaError_t forward(const Call& call) {
-    constexpr bool kGeneral = kFeatures == Features::kGeneral;
-    using Config = Fa3ForwardConfig<Element, kHeadDim, kHeadDim, kFeatures,
-                                    tuning::fa3_forward({kHeadDim, kHeadDim}, kFeatures, kTile),
-                                    kTile == kSplits || kGeneral>;
-    return launch_forward<Fa3Forward<Config>>(call, ElementType::kBFloat16, kGeneral);
+    using Config = Fa3ForwardConfig<Element, kHeadDim, kHeadDim, kOptions,
+                                    tuning::fa3_forward({kHeadDim, kHeadDim}, kOptions, kTile)>;
+    return launch_forward<Fa3Forward<Config>>(call, ElementType::kBFloat16,
+                                              changes_scores(kOptions));
 }
 
 template <int kHeadDim>
 cudaError_t forward_fp8(const Call& call) {
     using Config =
-        Fa3ForwardFp8Config<Float8, kHeadDim, kHeadDim,
-                            tuning::fa3_forward_fp8({kHeadDim, kHeadDim}, kUsual), false>;
+        Fa3ForwardFp8Config<Float8, kHeadDim, kHeadDim, tuning::kVarlen,
+                            tuning::fa3_forward_fp8({kHeadDim, kHeadDim}, tuning::kVarlen, kUsual)>;
     return launch_forward<Fa3ForwardFp8<Config>>(call, ElementType::kFloat8);
 }
 
-template <int kHeadDim, bool kManyQueries = false, Features kFeatures = Features::kVarlen>
+template <int kHeadDim, bool kManyQueries = false, OptionSet kOptions = tuning::kVarlen>
 cudaError_t backward(const Call& call) {
     using Config =
-        Fa3BackwardConfig<Element, kHeadDim, kHeadDim, kFeatures,
-                          tuning::fa3_backward({kHeadDim, kHeadDim}, kFeatures, kManyQueries)>;
+        Fa3BackwardConfig<Element, kHeadDim, kHeadDim, kOptions,
+                          tuning::fa3_backward({kHeadDim, kHeadDim}, kOptions, kManyQueries)>;
     return keep<Config>([&] {
-        auto params = backward_params(call, kHeadDim, kFeatures == Features::kGeneral);
+        auto params = backward_params(call, kHeadDim, changes_scores(kOptions));
         params.schedule = schedule_of(params, params.seqlen_k, Config::kBlockKV, params.heads_k);
         return launch_fa3_backward<Config>(params, {.sms = kSms}, nullptr);
     });
@@ -211,8 +209,8 @@ DSWorkspace ds_workspace(const BackwardParams& params) {
 
 template <int kHeadDim, bool kStoresDS>
 cudaError_t backward_dkdv(const Call& call) {
-    using Config = Fa3BackwardDKDVConfig<Element, kHeadDim, kHeadDim, Features::kVarlen,
-                                         kWide<kHeadDim>.pool_pairs, kStoresDS>;
+    using Config = Fa3BackwardDKDVConfig<Element, kHeadDim, kHeadDim, tuning::kVarlen,
+                                         kWide<kHeadDim>.pool_pairs>;
     return keep<Config>([&] {
         const auto params = backward_params(call, kHeadDim);
         Schedule schedule = schedule_of(params, params.seqlen_k, Config::kBlockKV, params.heads_k);
@@ -227,8 +225,7 @@ cudaError_t backward_dkdv(const Call& call) {
 
 template <int kHeadDim>
 cudaError_t backward_dq(const Call& call) {
-    using Config =
-        Fa3BackwardDQConfig<Element, kHeadDim, kHeadDim, Features::kVarlen, kWide<kHeadDim>>;
+    using Config = Fa3BackwardDQConfig<Element, kHeadDim, kHeadDim, tuning::kVarlen>;
     return keep<Config>([&] {
         const auto params = backward_params(call, kHeadDim);
         return launch_fa3_backward_dq<Config>(
@@ -264,9 +261,9 @@ const std::map<std::string, cudaError_t (*)(const Call&)> kKernels{
     {"forward 64, few queries", forward<64, kFewQueries>},  // ping-pong
     {"forward 64", forward<64, kUsual>},                    // four consumers
     {"forward 128", forward<128, kUsual>},                  // two P, two steps with a mask
-    {"forward 64, splits", forward<64, kSplits>},
-    {"forward 64, packed GQA", forward<64, kSplits>},
-    {"forward 64, general", forward<64, kUsual, Features::kGeneral>},
+    {"forward 64, splits", forward<64, kFewQueries, tuning::kVarlenSplits>},
+    {"forward 64, packed GQA", forward<64, kFewQueries, tuning::kVarlenSplits>},
+    {"forward 64, general", forward<64, kUsual, tuning::kFa3Scores>},
     {"forward 256", forward<256, kUsual>},  // one stage of Q
     {"forward_fp8 64", forward_fp8<64>},
     {"forward_fp8 256", forward_fp8<256>},
@@ -274,7 +271,7 @@ const std::map<std::string, cudaError_t (*)(const Call&)> kKernels{
     {"backward 96", backward<96>},    // early fences
     {"backward 128", backward<128>},  // early exponentials
     {"backward 128, many queries", backward<128, true>},
-    {"backward 64, general", backward<64, false, Features::kGeneral>},
+    {"backward 64, general", backward<64, false, tuning::kFa3Scores>},
     {"backward_dkdv 192", backward_dkdv<192, false>},
     {"backward_dkdv 256, stores dS", backward_dkdv<256, true>},
     {"backward_dq 192", backward_dq<192>},

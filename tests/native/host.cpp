@@ -15,14 +15,8 @@ namespace {
 using torch::stable::detail::from;
 using torch::stable::detail::unbox_to_tuple;
 
-void append(std::vector<StableIValue>& stack, const Options& x) {
-    for (const StableIValue value :
-         {from(x.scale), from(x.causal), from(x.window_left), from(x.window_right), from(x.softcap),
-          from(x.alibi_slopes), from(x.bias), from(x.sink), from(x.cu_seqlens_q),
-          from(x.cu_seqlens_k), from(x.seqused_k), from(x.dropout_p), from(x.rng_state),
-          from(x.q_descale), from(x.k_descale), from(x.v_descale), from(x.out_dtype),
-          from(x.deterministic), from(x.variant)})
-        stack.push_back(value);
+void append(std::vector<StableIValue>& stack, Options options) {
+    std::apply([&](auto&... field) { (stack.push_back(from(field)), ...); }, options.fields());
 }
 
 // There is no memory for calls with so many queries, of tests/test_node.py.

@@ -21,9 +21,7 @@
 namespace py = pybind11;
 
 namespace flash_ext {
-cudaError_t backward_preprocess(const BackwardParams&, int, bool, cudaStream_t) {
-    return cudaSuccess;
-}
+cudaError_t backward_preprocess(const BackwardParams&, int, cudaStream_t) { return cudaSuccess; }
 }  // namespace flash_ext
 
 void __syncwarp() {}
@@ -333,8 +331,8 @@ std::vector<uint8_t> transposed(const std::vector<uint8_t>& v) {
 // dS^T in shared memory, (key, query), where that of key i and query j is kBlockQ i + j.
 template <int kHeadDim>
 std::vector<std::vector<int>> stored_ds() {
-    constexpr auto kTuning = tuning::fa3_backward({kHeadDim, kHeadDim}, Features::kVarlen, false);
-    using Config = Fa3BackwardConfig<Half, kHeadDim, kHeadDim, Features::kVarlen, kTuning>;
+    constexpr auto kTuning = tuning::fa3_backward({kHeadDim, kHeadDim}, tuning::kVarlen, false);
+    using Config = Fa3BackwardConfig<Half, kHeadDim, kHeadDim, tuning::kVarlen, kTuning>;
     using Tile = typename Config::DSTile;
     constexpr int kBlockQ = Config::kBlockQ;
     static const Fa3BackwardParams params{};

@@ -7,13 +7,13 @@
 #include <cstdint>
 #include <map>
 #include <optional>
+#include <set>
 #include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
 
 #include "plan/cost.h"
-#include "plan/head_dims.h"
 #include "plan/tuning.h"
 #include "plan/variants.h"
 #include "plan/workspace_rows.cuh"
@@ -202,25 +202,26 @@ PYBIND11_MODULE(flash_ext_native, m) {
         params.cu_seqlens = cu_seqlens ? cu_seqlens->data() : nullptr;
         params.seqused = seqused ? seqused->data() : nullptr;
         std::vector<std::array<int, 5>> all;
-        for (int b = 0; b < (cu_seqlens ? 1 : batch); ++b)
-            for (int i = 0; i < row_tiles(params, block); ++i) {
-                const RowTile tile = row_tile(params, b, i, block);
-                all.push_back({tile.sequence, tile.tile, tile.begin, tile.rows, tile.used});
-            }
-        return all;
+        params.heads = 1;
+        for (uint32_t i = 0;; ++i) {
+            const RowTile tile = row_tile(params, i, block);
+            if (!tile.is_valid) return all;
+            all.push_back({tile.sequence, tile.tile, tile.begin, tile.rows, tile.used});
+        }
     });
-    // (batch, tile, head) of the tiles of CTA `cta`, in its order.
-    m.def("row_tile_cursor",
-          [](int batch, int rows, int heads, int block, uint32_t cta, uint32_t ctas, bool reverse) {
-              QuantizeParams params{};
-              params.batch = batch;
-              params.rows = rows;
-              params.heads = heads;
-              std::vector<std::array<int, 3>> all;
-              for (RowTileCursor at(params, block, cta, ctas, reverse); at.is_valid(); at.advance())
-                  all.push_back({at.batch(), at.tile(), at.head()});
-              return all;
-          });
+    // (batch, tile, head) of a dense batch's tiles.
+    m.def("row_tiles_of_heads", [](int batch, int rows, int heads, int block) {
+        QuantizeParams params{};
+        params.batch = batch;
+        params.rows = rows;
+        params.heads = heads;
+        std::vector<std::array<int, 3>> all;
+        for (uint32_t i = 0;; ++i) {
+            const RowTile tile = row_tile(params, i, block);
+            if (!tile.is_valid) return all;
+            all.push_back({tile.batch, tile.tile, tile.head});
+        }
+    });
     m.def("tile_interval", [](int tile, int block) { return pair_of(tile_interval(tile, block)); });
 
     py::class_<Schedule>(m, "Schedule")
@@ -282,14 +283,19 @@ PYBIND11_MODULE(flash_ext_native, m) {
           });
 
     m.attr("variants") = std::vector<std::string>(kVariantNames, kVariantNames + kVariants);
-    std::vector<Pair> head_dims;
-    for (const HeadDims& dims : kHeadDims) head_dims.emplace_back(dims.qk, dims.v);
-    m.attr("head_dims") = head_dims;
-    m.attr("max_head_dim") = kMaxHeadDim;
-    m.def("padded_head_dims", [](int head_dim, int head_dim_v) {
-        for (int i = 0; i < kHeadDimPairs; ++i)
-            if (kHeadDims[i] == pad_head_dims({head_dim, head_dim_v})) return i;
-        return -1;
+    std::set<Pair> head_dims;  // that any kernel has
+    const auto add = [&](const auto& table) {
+        for (const auto& row : table) head_dims.emplace(row.head_dims.qk, row.head_dims.v);
+    };
+    add(tuning::kFa1Forward), add(tuning::kFa1Backward), add(tuning::kFa2Forward);
+    add(tuning::kFa2Backward), add(tuning::kFa3Forward), add(tuning::kFa3Decode);
+    add(tuning::kFa3ForwardFp8), add(tuning::kFa3Backward), add(tuning::kFa3BackwardWide);
+    m.attr("head_dims") = std::vector<Pair>(head_dims.begin(), head_dims.end());
+    m.attr("max_head_dim") = tuning::kMaxHeadDim;
+    m.def("padded_head_dims", [](int head_dim, int head_dim_v) -> std::optional<Pair> {
+        const auto* row = tuning::find_row(tuning::kFa2Forward, {head_dim, head_dim_v});
+        if (row == nullptr) return std::nullopt;
+        return Pair{row->head_dims.qk, row->head_dims.v};
     });
 
     // Queries or keys of the tile that says how often a plain pass reads the other side; of FA3's
@@ -297,11 +303,11 @@ PYBIND11_MODULE(flash_ext_native, m) {
     m.def("tiles", [](int head_dim) {
         using namespace tuning;
         const HeadDims dims{head_dim, head_dim};
-        const Forward fa2 = fa2_forward(dims, Features::kPlain);
-        const HeadDims fa1 = fa1_head_dims(dims);
+        const Forward fa2 = fa2_forward(dims, kDense);
+        const HeadDims fa1 = find_row(kFa1Forward, dims)->head_dims;
         const Backward fa1_back = fa1_backward(fa1);
-        const Backward fa2_back = fa2_backward(dims, Features::kPlain);
-        const Fa3Forward fa3 = fa3_forward(dims, Features::kGeneral, Fa3ForwardTile::kUsual);
+        const Backward fa2_back = fa2_backward(dims, kDense);
+        const Fa3Forward fa3 = fa3_forward(dims, kFa3Scores, Fa3ForwardTile::kUsual);
         return std::map<std::pair<std::string, std::string>, int>{
             {{"fa1", "forward"}, fa1_forward(fa1).block_kv},
             {{"fa1", "forward, less memory"}, fa1_forward(fa1).small_block_kv},
@@ -321,11 +327,27 @@ PYBIND11_MODULE(flash_ext_native, m) {
         params.window_left = bound(window.first);
         params.window_right = bound(window.second);
         params.seqused_k = varlen ? &keys : nullptr;
-        const HeadDims padded = pad_head_dims({dims.first, dims.second});
+        const HeadDims padded =
+            tuning::find_row(tuning::kFa3Forward, {dims.first, dims.second})->head_dims;
         const int64_t smallest = tile_count(params, {heads, tuning::kForwardBlockQ});
         const auto tile = fa3_forward_tile(padded, params, smallest <= kH200.sms, kH200);
-        const tuning::Fa3Forward found = tuning::fa3_forward(padded, Features::kVarlen, tile);
+        const tuning::Fa3Forward found = tuning::fa3_forward(padded, tuning::kVarlen, tile);
         return Pair{64 * found.consumers, found.block_kv};
+    });
+    // Of one query of a dense batch at head dim 128, with `group` query heads on a head of keys.
+    m.def("decode_splits", [](int batch, int heads_k, int group, int keys) {
+        using enum tuning::Fa3ForwardTile;
+        AttentionParams params{};
+        params.batch = batch;
+        params.heads_q = params.heads_k = heads_k;
+        params.seqlen_q = group;
+        params.seqlen_k = keys;
+        params.window_left = params.window_right = BandMask::kUnlimited;
+        params.head_dim = params.head_dim_v = 128;
+        const tuning::Fa3DecodeShape shape = tuning::fa3_decode({128, 128}, kFewRows);
+        const auto tile = group <= shape.rows ? kFewRows : kManyRows;
+        return decode_splits(params, int64_t{batch} * heads_k, tile,
+                             tuning::fa3_decode({128, 128}, tile).ctas_per_sm, kH200);
     });
     m.attr("many_queries") = tuning::kManyQueries;
 
@@ -363,8 +385,8 @@ PYBIND11_MODULE(flash_ext_native, m) {
     });
     // Where shared memory suffices for them.
     m.def("fa2_ctas_per_sm", [](int head_dim, int head_dim_v, bool general) {
-        const HeadDims dims = pad_head_dims({head_dim, head_dim_v});
-        return tuning::fa2_forward(dims, general ? Features::kGeneral : Features::kVarlen)
-            .ctas_per_sm;
+        using namespace tuning;
+        const HeadDims dims = find_row(kFa2Forward, {head_dim, head_dim_v})->head_dims;
+        return fa2_forward(dims, general ? kAllOptions : kVarlenSplits).ctas_per_sm;
     });
 }

@@ -14,7 +14,6 @@
 #include <vector>
 
 #include "plan/dispatch.h"
-#include "plan/head_dims.h"
 #include "plan/launchers.h"
 #include "plan/tuning.h"
 #include "problem/mask.cuh"
@@ -100,7 +99,7 @@ cudaError_t sum_parts(const BackwardParams&, TensorView, TensorView, cudaStream_
     return note("sum_parts");
 }
 cudaError_t bias_gradient(BackwardParams, cudaStream_t) { return note("bias_gradient"); }
-cudaError_t combine_splits(ForwardParams, cudaStream_t, bool pdl) {
+cudaError_t combine_splits(ForwardParams, HeadDims, cudaStream_t, bool pdl) {
     return note(pdl ? "combine_splits, pdl" : "combine_splits");
 }
 cudaError_t sink_gradient(BackwardParams, cudaStream_t) { return note("sink_gradient"); }
@@ -126,33 +125,38 @@ int fa2_backward_shared_bytes() {
     return 110'000;
 }
 
+// function(constants qk and v) for each row of a tuning table.
+template <auto& kTable, class Function>
+void for_each_row(Function function) {
+    compile_time_for<std::extent_v<std::remove_reference_t<decltype(kTable)>>>([&](auto i) {
+        constexpr HeadDims kDims = kTable[i].head_dims;
+        function(std::integral_constant<int, kDims.qk>{}, std::integral_constant<int, kDims.v>{});
+    });
+}
+
 // To be linked with, as in csrc/instantiate/.
 std::vector<const void*> instantiated_for_all_head_dims() {
     std::vector<const void*> all;
-    compile_time_for<kHeadDimPairs>([&](auto i) {
-        constexpr int kD = kHeadDims[i].qk;
-        constexpr int kDv = kHeadDims[i].v;
-        const auto keep = [&](auto*... functions) {
-            (all.push_back(reinterpret_cast<const void*>(functions)), ...);
-        };
-        keep(&fa2_forward<kD, kDv>, &fa3_forward<kD, kDv>, &fa2_backward<kD, kDv>,
-             &fa2_forward_shared_bytes<kD, kDv>, &fa2_backward_shared_bytes<kD, kDv>,
-             &fa3_decode<kD, kDv>);
-        constexpr HeadDims kFa1 = tuning::fa1_head_dims(kHeadDims[i]);
-        keep(&fa1_forward<kFa1.qk, kFa1.v>, &fa1_backward<kFa1.qk, kFa1.v>,
-             &fa1_forward_shared_bytes<kFa1.qk, kFa1.v>,
-             &fa1_backward_shared_bytes<kFa1.qk, kFa1.v>);
-        if constexpr (has_kernels(kHeadDims[i], ElementType::kFloat8))
-            keep(&fa3_forward_fp8<ElementType::kFloat8, kD, kDv>);
-        if constexpr (has_kernels(kHeadDims[i], ElementType::kInt8))
-            keep(&fa3_forward_fp8<ElementType::kInt8, kD, kDv>);
-        constexpr HeadDims kFa3 = tuning::fa3_backward_head_dims(kHeadDims[i]);
-        if constexpr (tuning::is_fa3_backward_wide(kFa3)) {
-            keep(&fa3_backward_wide<kFa3.qk, kFa3.v>);
-        } else {
-            keep(&fa3_backward<kFa3.qk, kFa3.v>);
-        }
+    const auto keep = [&](auto*... functions) {
+        (all.push_back(reinterpret_cast<const void*>(functions)), ...);
+    };
+    for_each_row<tuning::kFa1Forward>(
+        [&](auto d, auto dv) { keep(&fa1_forward<d, dv>, &fa1_forward_shared_bytes<d, dv>); });
+    for_each_row<tuning::kFa1Backward>(
+        [&](auto d, auto dv) { keep(&fa1_backward<d, dv>, &fa1_backward_shared_bytes<d, dv>); });
+    for_each_row<tuning::kFa2Forward>(
+        [&](auto d, auto dv) { keep(&fa2_forward<d, dv>, &fa2_forward_shared_bytes<d, dv>); });
+    for_each_row<tuning::kFa2Backward>(
+        [&](auto d, auto dv) { keep(&fa2_backward<d, dv>, &fa2_backward_shared_bytes<d, dv>); });
+    for_each_row<tuning::kFa3Forward>([&](auto d, auto dv) { keep(&fa3_forward<d, dv>); });
+    for_each_row<tuning::kFa3Decode>([&](auto d, auto dv) { keep(&fa3_decode<d, dv>); });
+    for_each_row<tuning::kFa3ForwardFp8>([&](auto d, auto dv) {
+        keep(&fa3_forward_fp8<ElementType::kFloat8, d, dv>,
+             &fa3_forward_fp8<ElementType::kInt8, d, dv>);
     });
+    for_each_row<tuning::kFa3Backward>([&](auto d, auto dv) { keep(&fa3_backward<d, dv>); });
+    for_each_row<tuning::kFa3BackwardWide>(
+        [&](auto d, auto dv) { keep(&fa3_backward_wide<d, dv>); });
     return all;
 }
 
@@ -260,7 +264,8 @@ struct Problem {
         if (found.regions.size() != plan.workspace.regions().size())
             throw std::runtime_error("a region without a name");
         launched.clear();
-        if (launched_head_dim > 0) plan.params.head_dim = launched_head_dim;
+        if (launched_head_dim > 0)
+            plan.params.head_dim = plan.kernel.head_dims.qk = launched_head_dim;
         if (launch(plan, nullptr) != cudaSuccess)
             throw std::runtime_error("no kernel for " + text_of(pass, plan.variant, plan.params));
         found.launches = launched;
@@ -297,7 +302,7 @@ struct Problem {
                        {{"offsets_q", &params.cu_seqlens_q},
                         {"offsets_k", &params.cu_seqlens_k},
                         {"lse_log2", &params.lse_log2},
-                        {"delta", &params.delta},
+                        {"minus_delta", &params.minus_delta},
                         {"large_lse", &params.large_lse.word},
                         {"lse_rows", &params.lse_rows},
                         {"delta_rows", &params.delta_rows},

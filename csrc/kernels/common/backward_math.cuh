@@ -51,38 +51,14 @@ template <Rows kRows, class Scores>
 __device__ __forceinline__ void subtract_references(Scores& s, const float* references,
                                                     const float* lse = nullptr, float scale = 1.f) {
     const float inverse_scale = 1.f / scale;
-    const auto subtract = [&](float& x, int row, float reference) {
+    for_each_with_query<kRows, Scores>(references, [&](int m, int n, int i, float reference) {
         if (reference == 0.f) return;
+        float& x = s.v[m][n][i];
         x = fminf(x - reference, 0.f);
-        if (lse != nullptr) x -= lse[row] * inverse_scale;
-    };
-    if constexpr (kRows == Rows::kQueries) {
-#pragma unroll
-        for (int m = 0; m < Scores::kM; ++m)
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int row = 16 * m + lane_row() + 8 * i;
-                const float reference = references[row];
-#pragma unroll
-                for (int n = 0; n < Scores::kN; ++n)
-#pragma unroll
-                    for (int e = 0; e < 2; ++e) subtract(s.v[m][n][2 * i + e], row, reference);
-            }
-    } else {
-#pragma unroll
-        for (int n = 0; n < Scores::kN; ++n) {
-            __syncwarp();  // between the loads, which take too many registers all at once
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                const int row = 8 * n + lane_col() + e;
-                const float reference = references[row];
-#pragma unroll
-                for (int m = 0; m < Scores::kM; ++m)
-#pragma unroll
-                    for (int i = 0; i < 2; ++i) subtract(s.v[m][n][2 * i + e], row, reference);
-            }
-        }
-    }
+        const int query =
+            kRows == Rows::kQueries ? 16 * m + lane_row() + i / 2 * 8 : 8 * n + lane_col() + i % 2;
+        if (lse != nullptr) x -= lse[query] * inverse_scale;
+    });
 }
 
 // From S to P = 2^(S scale - lse), in place. Queries without keys have lse = +inf here, so P = 0.
@@ -106,9 +82,10 @@ __device__ __forceinline__ void exponentiate(Scores& s, float scale) {
 
 // From dP to dS = P * (dP - delta), in place.
 template <Rows kRows, class Scores>
-__device__ __forceinline__ void softmax_gradient(Scores& dp, const Scores& p, const float* delta) {
-    for_each_with_query<kRows, Scores>(delta, [&](int m, int n, int i, float delta_of_query) {
-        dp.v[m][n][i] = p.v[m][n][i] * (dp.v[m][n][i] - delta_of_query);
+__device__ __forceinline__ void softmax_gradient(Scores& dp, const Scores& p,
+                                                 const float* minus_delta) {
+    for_each_with_query<kRows, Scores>(minus_delta, [&](int m, int n, int i, float of_query) {
+        dp.v[m][n][i] = p.v[m][n][i] * (dp.v[m][n][i] + of_query);
     });
 }
 

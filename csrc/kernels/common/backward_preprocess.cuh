@@ -63,7 +63,7 @@ __device__ __forceinline__ StatisticsRow negated_row(float x) {
 __device__ __forceinline__ void store_statistics(const BackwardParams& params, int64_t row,
                                                  const RowStatistics& x) {
     params.lse_log2[row] = x.lse_log2;
-    params.delta[row] = x.delta;
+    params.minus_delta[row] = -x.delta;
     params.reference[row] = 0.f;
     if (params.lse_rows == nullptr) return;
     constexpr float kLargest = 0x1.fep127f;  // of bfloat16; infinity would become NaN
@@ -173,15 +173,14 @@ __global__ void __launch_bounds__(kPreprocessThreads, kGeneral ? 2 : 4)
         split_large_lse<Element, kGeneral>(params, block_q);
 }
 
-cudaError_t backward_preprocess(const BackwardParams& params, int block_q, bool general,
-                                cudaStream_t stream) {
+cudaError_t backward_preprocess(const BackwardParams& params, int block_q, cudaStream_t stream) {
     const int lanes = preprocess_lanes(params.head_dim_v);
     const int64_t ctas = q_tile_count(params, block_q);
     const auto launch = [&](auto element, auto is_general, auto row_lanes) {
         return launch_kernel<backward_preprocess_kernel<decltype(element), is_general, row_lanes>>(
             ctas, kPreprocessThreads, 0, PreprocessParams{params, block_q}, stream);
     };
-    if (general)  // these take long to compile: two suffice
+    if (params.changes_scores)  // these take long to compile: two suffice
         return dispatch<16, 32>(max_of(lanes, 16), [&](auto row_lanes) {
             return launch(AnyHalf{}, std::true_type{}, row_lanes);
         });

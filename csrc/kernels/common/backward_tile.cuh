@@ -38,13 +38,16 @@
 
 namespace flash_ext {
 
-template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures,
+template <class Element_, int kHeadDim_, int kHeadDimV_, OptionSet kOptions_,
           tuning::Backward kTuning>
 struct BackwardConfig {
     using Element = Element_;
-    static constexpr bool kGeneral = kFeatures == Features::kGeneral;
-    static constexpr bool kMayBeVarlen = kFeatures != Features::kPlain;
-    static constexpr bool kWholeTiles = kFeatures == Features::kPlain;  // see plan_mma_backward()
+    static constexpr OptionSet kOptions = kOptions_;
+    static constexpr bool kGeneral = changes_scores(kOptions);
+    static constexpr bool kUnaligned = contains(kOptions, OptionSet::kUnaligned);
+    static constexpr bool kMayBeVarlen = contains(kOptions, OptionSet::kVarlen);
+    static constexpr bool kWholeTiles =
+        !contains(kOptions, OptionSet::kVarlen);  // see plan_mma_backward()
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kHeadDimV = kHeadDimV_;
     static constexpr int kKeysPerWarp = kTuning.keys_per_warp;
@@ -57,7 +60,7 @@ struct BackwardConfig {
     static constexpr int kCtasPerSm = kTuning.ctas_per_sm;
     static constexpr int kStages = kTuning.stages;
     static constexpr bool kForLessMemory =  // of fa2
-        kTuning != tuning::fa2_backward({kHeadDim, kHeadDimV}, kFeatures);
+        kTuning != tuning::fa2_backward({kHeadDim, kHeadDimV}, kOptions);
 
     using QTile = SharedTile<Element, kBlockQ, kHeadDim>;
     using DOTile = SharedTile<Element, kBlockQ, kHeadDimV>;
@@ -71,7 +74,7 @@ struct BackwardConfig {
     // What comes with a Q tile: a number for each of its queries.
     struct Statistics {
         float lse_log2[kBlockQ];
-        float delta[kBlockQ];
+        float minus_delta[kBlockQ];
         float reference[kBlockQ];
     };
     struct SharedStorage {
@@ -216,7 +219,9 @@ struct BackwardTile {
     using GradientV = RegisterTile<Config::kKeysPerWarp, Config::kHeadDimV / Config::kWarpsD>;
     using DQ = typename Config::DQ;
     using SharedStorage = typename Config::SharedStorage;
+    static constexpr OptionSet kOptions = Config::kOptions;
     static constexpr bool kGeneral = Config::kGeneral;
+    static constexpr bool kUnaligned = Config::kUnaligned;
     static constexpr bool kInRegisters = Config::kWarpsD == 1;  // P^T and dS^T, for dV and dK
 
     const BackwardParams& params;
@@ -251,8 +256,8 @@ struct BackwardTile {
                                                    params.head_dim);
         const auto gV = global_tile<const Element>(params.v, sequence.batch, row, head_k, rows,
                                                    params.head_dim_v);
-        load_tile<KTile, Config::kThreads, kGeneral>(k_tile(), gK, params.aligned);
-        load_tile<VTile, Config::kThreads, kGeneral>(v_tile(), gV, params.aligned);
+        load_tile<KTile, Config::kThreads, kUnaligned>(k_tile(), gK, params.aligned);
+        load_tile<VTile, Config::kThreads, kUnaligned>(v_tile(), gV, params.aligned);
     }
 
     // Addresses in shared memory; those of Q and dO are an iteration's. With a single stage they
@@ -306,7 +311,7 @@ struct BackwardTile {
             mask_scores(rP, first_query,
                         [&](int row) { return mask.query_range(first_key + warp_key + row); });
         }
-        // The general kernel has scaled the scores before masking them.
+        // With options the scores have been scaled before they were masked.
         exponentiate<Rows::kKeys>(rP, statistics(walk.stage).lse_log2 + warp_query(),
                                   kGeneral ? 1.f : params.scale_log2);
     }
@@ -316,13 +321,14 @@ struct BackwardTile {
     template <bool kThroughSoftcap = true>
     __device__ __forceinline__ void compute_ds(Scores& rdS, Scores& rP, const QTileWalk& walk,
                                                int first_key) const {
-        const float* delta_of_query = statistics(walk.stage).delta + warp_query();
+        const float* minus_delta = statistics(walk.stage).minus_delta + warp_query();
         rdS.clear();  // dP^T first
         gemm<Element, Config::kHeadDimV>(rdS, AFromRows<VTile>(v_tile(), warp_key),
                                          BFromRows<DOTile>(do_tile_at(walk.stage), warp_query()),
                                          params.element_type);
-        if constexpr (!kGeneral) {
-            softmax_gradient<Rows::kKeys>(rdS, rP, delta_of_query);
+        if constexpr (!contains(kOptions, OptionSet::kDropout) &&
+                      !contains(kOptions, OptionSet::kSoftcap)) {
+            softmax_gradient<Rows::kKeys>(rdS, rP, minus_delta);
             return;
         }
         // With dropout Z / (1 - p), dS = P * (Z dP / (1 - p) - delta) and dV = (P Z)^T dO / (1 -
@@ -339,7 +345,7 @@ struct BackwardTile {
                     dropped[m][n / 8] |= static_cast<uint32_t>(!keep) << (n % 8 * 4 + i);
                 });
         }
-        softmax_gradient<Rows::kKeys>(rdS, rP, delta_of_query);
+        softmax_gradient<Rows::kKeys>(rdS, rP, minus_delta);
         if (kThroughSoftcap && params.softcap != 0.f)
             score_function(walk.head).softcap_gradient(
                 rdS, rP, first_key + warp_key, first_query, [&](int col) {
@@ -407,7 +413,7 @@ struct BackwardTile {
     __device__ __forceinline__ void store_dk_dv(GradientK& rdK, GradientV& rdV,
                                                 int first_key) const {
         rdK.scale(params.gradient_scale);
-        if constexpr (kGeneral) rdV.scale(params.late_factor);
+        if constexpr (contains(kOptions, OptionSet::kDropout)) rdV.scale(params.late_factor);
         store_to_shared<Element, KTile, Config::kWarpsD>(k_tile(), rdK, warp_key, warp_d);
         store_to_shared<Element, VTile, Config::kWarpsD>(v_tile(), rdV, warp_key, warp_d);
         __syncthreads();  // dK and dV are complete
@@ -417,17 +423,17 @@ struct BackwardTile {
             global_tile<Element>(params.dk, sequence.batch, row, head_k, rows, params.head_dim);
         const auto gdV =
             global_tile<Element>(params.dv, sequence.batch, row, head_k, rows, params.head_dim_v);
-        store_tile<KTile, Config::kThreads, Config::kBlockKV, kGeneral>(gdK, k_tile(), 0,
-                                                                        params.aligned);
-        store_tile<VTile, Config::kThreads, Config::kBlockKV, kGeneral>(gdV, v_tile(), 0,
-                                                                        params.aligned);
+        store_tile<KTile, Config::kThreads, Config::kBlockKV, kUnaligned>(gdK, k_tile(), 0,
+                                                                          params.aligned);
+        store_tile<VTile, Config::kThreads, Config::kBlockKV, kUnaligned>(gdV, v_tile(), 0,
+                                                                          params.aligned);
     }
 
  private:
     // The warp's first query within the Q tile, while it computes P^T and dS^T.
     __device__ __forceinline__ int warp_query() const { return warp_d * Scores::kCols; }
 
-    __device__ __forceinline__ ScoreFunction<Element, Rows::kKeys> score_function(
+    __device__ __forceinline__ ScoreFunction<Element, Rows::kKeys, kOptions> score_function(
         int head_q) const {
         return {params, sequence, head_q};
     }
@@ -439,7 +445,7 @@ struct BackwardTile {
         const auto tile =
             global_tile<const Element>(view, sequence.batch, sequence.q_begin + first_query,
                                        walk.head, sequence.seqlen_q - first_query, cols);
-        load_tile<Tile, Config::kThreads, kGeneral>(shared, tile, params.aligned);
+        load_tile<Tile, Config::kThreads, kUnaligned>(shared, tile, params.aligned);
     }
 };
 
@@ -457,7 +463,7 @@ __device__ __forceinline__ void load_statistics(const BackwardTile<Config>& cta,
                             ? workspace_row(params, cta.sequence, walk.head, query)
                             : params.padding_row;
     const float* source = (thread < kChunks       ? params.lse_log2
-                           : thread < 2 * kChunks ? params.delta
+                           : thread < 2 * kChunks ? params.minus_delta
                                                   : params.reference) +
                           row;
     // In shared memory the three follow one another.

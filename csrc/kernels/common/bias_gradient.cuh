@@ -8,8 +8,6 @@
 // backward_tile.cuh.
 #pragma once
 
-#include <bit>
-
 #include "kernels/common/backward_tile.cuh"
 #include "plan/dispatch.h"
 #include "plan/tuning.h"
@@ -20,9 +18,8 @@
 namespace flash_ext {
 
 template <int kHeadDim>
-using BiasGradientConfig =
-    BackwardConfig<AnyHalf, kHeadDim, kHeadDim, Features::kGeneral,
-                   tuning::small_fa2_backward({kHeadDim, kHeadDim}, Features::kGeneral)>;
+using BiasGradientConfig = BackwardConfig<AnyHalf, kHeadDim, kHeadDim, tuning::kAllOptions,
+                                          row_of(tuning::kBiasGradient, {kHeadDim, kHeadDim}).all>;
 
 // The number of tiles of dbias in a dimension.
 FLASH_HOST_DEVICE constexpr int bias_tiles(int size, int block) {
@@ -54,7 +51,7 @@ struct BiasGradient {
         for (int row = threadIdx.x; row < Config::kBlockQ; row += Config::kThreads) {
             const bool exists = first_query + row < cta.sequence.seqlen_q;
             statistics.lse_log2[row] = exists ? cta.params.lse_log2[first + row] : INFINITY;
-            statistics.delta[row] = exists ? cta.params.delta[first + row] : 0.f;
+            statistics.minus_delta[row] = exists ? cta.params.minus_delta[first + row] : 0.f;
             statistics.reference[row] = exists ? cta.params.reference[first + row] : 0.f;
         }
     }
@@ -165,10 +162,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 }
 
 cudaError_t bias_gradient(BackwardParams params, cudaStream_t stream) {
-    const HeadDims padded = pad_head_dims({params.head_dim, params.head_dim_v});
-    return dispatch_head_dims(padded, [&](auto dim, auto) {
-        // A call with a bias gradient is rare: powers of two suffice, and compile faster.
-        using Config = BiasGradientConfig<std::bit_ceil(0u + dim.value)>;
+    const auto* row = tuning::find_row(tuning::kBiasGradient, {params.head_dim, params.head_dim_v});
+    if (row == nullptr) return kNoKernel;
+    return dispatch_head_dims<tuning::kBiasGradient>(row->head_dims, [&](auto dim, auto) {
+        using Config = BiasGradientConfig<dim.value>;
         const int (&sizes)[4] = params.bias.sizes;
         const int64_t ctas = int64_t{bias_tiles(sizes[3], Config::kBlockKV)} *
                              bias_tiles(sizes[2], Config::kBlockQ) * sizes[1] * sizes[0];

@@ -1,16 +1,16 @@
 // Combines the results of splits of the keys into one, as in Flash-Decoding (Dao et al. 2023):
 //
-//     m = max_p m_p,    l = sum_p 2^((m_p - m) scale) l_p,    lse = m scale + log(l)
-//     O = sum_p 2^((m_p - m) scale) l_p / l O_p
+//     m = max_p m_p,    l = sum_p 2^(m_p - m) l_p,    lse = (m + log2(l)) ln(2)
+//     O = sum_p 2^(m_p - m) l_p / l O_p
 //
 // Split p is attention over some of the keys, in float32, with the row maxima m_p and sums l_p of
 // its softmax. A split in which a row sees no key has l_p = 0 and does not count.
 #pragma once
 
 #include "kernels/common/launch.cuh"
-#include "kernels/common/recompute_rows.cuh"
 #include "kernels/common/softmax.cuh"
-#include "plan/head_dims.h"
+#include "plan/dispatch.h"
+#include "plan/launchers.h"
 #include "problem/sequences.cuh"
 #include "ptx/grid_dependency.cuh"
 #include "tile/copy.cuh"
@@ -53,7 +53,6 @@ __global__ void __launch_bounds__(32 * kCombineWarps, 6)
         static_cast<int>(blockIdx.x) * kCombineRowsOfCta + warp_id() * kCombineRows;
     if (first_row >= rows) return;
     const int lane = lane_id();
-    const float scale = exponent_scale(params);
     const auto row_of = [&](int r) { return min_of(first_row + r, rows - 1); };
     const auto statistics = [&](int split, int r) {
         return params.statistics_partial[int64_t{split} * rows + row_of(r)];
@@ -86,13 +85,13 @@ __global__ void __launch_bounds__(32 * kCombineWarps, 6)
 #pragma unroll 1
     for (int first = 0; first < params.num_splits; first += 32) {
         const int splits = min_of(params.num_splits - first, 32);
-        float share[kCombineRows];  // of the lane's split in the sum: 2^((m_p - m) scale) l_p
+        float share[kCombineRows];  // of the lane's split in the sum: 2^(m_p - m) l_p
 #pragma unroll
         for (int r = 0; r < kCombineRows; ++r) {
             if (first > 0 && lane < splits) partial[r] = statistics(first + lane, r);
-            share[r] = lane < splits ? ptx::ex2((partial[r].max - finite_max(max[r])) * scale) *
-                                           partial[r].sum
-                                     : 0.f;
+            share[r] = lane < splits
+                           ? ptx::ex2(partial[r].max - finite_max(max[r])) * partial[r].sum
+                           : 0.f;
             sum[r] += share[r];
         }
 #pragma unroll 4
@@ -114,14 +113,11 @@ __global__ void __launch_bounds__(32 * kCombineWarps, 6)
             }
         }
     }
-    uint32_t large = 0;  // bit r: row r
 #pragma unroll
     for (int r = 0; r < kCombineRows; ++r) {
         sum[r] = warp_sum(sum[r]);
         const float inverse = sum[r] == 0.f ? 0.f : 1.f / sum[r];
-        const float lse = log_sum_exp(max[r], sum[r], scale);
-        if (lane == 0) params.lse[row_of(r)] = lse;
-        large |= uint32_t{needs_recomputing(max[r], lse)} << r;
+        if (lane == 0) params.lse[row_of(r)] = log_sum_exp(max[r], sum[r]);
         auto* const target =
             row_pointer<Element>(params.out, place[r].batch, place[r].row, place[r].head);
 #pragma unroll
@@ -129,29 +125,27 @@ __global__ void __launch_bounds__(32 * kCombineWarps, 6)
             store_pair(target, 2 * (j * 32 + lane), params.head_dim_v,
                        {out[r][j].x * inverse, out[r][j].y * inverse});
     }
-    // Products with 1 are exact: so are all exponents of the general forms and of 8 bits.
-    if (large == 0 || scale == 1.f) [[likely]]
-        return;
-    __syncwarp();  // all lanes have written their results
-#pragma unroll 1
-    for (int r = 0; r < kCombineRows; ++r) {
-        if (!(large >> r & 1)) continue;
-        const RowPlace at = place_of_row(params, row_of(r));
-        const Sequence sequence = sequence_at(params, at.batch, at.row);
-        recompute_rows<Element>(params, sequence, at.head, at.row - sequence.q_begin, 1);
-    }
 }
 
-cudaError_t combine_splits(ForwardParams params, cudaStream_t stream, bool pdl) {
-    const HeadDims padded =
-        pad_head_dims({params.head_dim, params.head_dim_v}, params.element_type);
-    return dispatch_head_dims(padded, [&](auto, auto dim_v) {
+// The results are of a kernel of one of these tables.
+template <auto&... kTables>
+cudaError_t combine_splits_of(const ForwardParams& params, HeadDims dims, cudaStream_t stream,
+                              bool pdl) {
+    const auto launch = [&](auto, auto dim_v) {
         return dispatch_element(params.out_type, [&](auto element) {
             return launch_kernel<combine_kernel<decltype(element), dim_v.value>>(
                 ceil_div<int64_t>(statistics_rows(params), kCombineRowsOfCta), 32 * kCombineWarps,
                 0, params, stream, {.pdl = pdl});
         });
-    });
+    };
+    cudaError_t status = kNoKernel;
+    (((status = dispatch_head_dims<kTables>(dims, launch)) != kNoKernel) || ...);
+    return status;
+}
+
+cudaError_t combine_splits(ForwardParams params, HeadDims dims, cudaStream_t stream, bool pdl) {
+    using namespace tuning;
+    return combine_splits_of<kFa2Forward, kFa3Forward, kFa3ForwardFp8>(params, dims, stream, pdl);
 }
 
 }  // namespace flash_ext

@@ -1,6 +1,6 @@
-// Part of the preprocess pass: rows whose lse is too large for P = 2^(S scale - lse), see
-// kLargeExponent. lse itself is then rounded too much to give P: an lse of 10^8 is known to within
-// 4. Such a row gets a reference r, the maximum of its scores, and an lse relative to it,
+// Part of the preprocess pass: rows whose lse is rounded too much to give P = 2^(S scale - lse). An
+// lse of 10^8 is known to within 4. Such a row gets a reference r, the maximum of its scores, and
+// an lse relative to it,
 //
 //     lse' = log2 sum_j 2^((S_j - r) scale),    P = 2^((S - r) scale - lse')
 //
@@ -12,29 +12,88 @@
 // tanh, and accept only caps that keep scores small.
 #pragma once
 
-#include "kernels/common/recompute_rows.cuh"
+#include "kernels/common/softmax.cuh"
+#include "kernels/common/varlen.cuh"
+#include "plan/tuning.h"
 #include "plan/workspace_rows.cuh"
+#include "problem/mask.cuh"
+#include "problem/score.cuh"
 #include "problem/sequences.cuh"
 #include "tile/any_half.cuh"
+#include "tile/copy.cuh"
+#include "tile/gemm.cuh"
 
 namespace flash_ext {
 
-// For an lse in base 2. That of a row without keys is infinite.
+// For an lse in base 2, which is rounded by up to 2^-12 here. Rows without keys have an infinite
+// lse.
 __device__ __forceinline__ bool is_large_lse(float lse_log2) {
-    return is_large(lse_log2) && fabsf(lse_log2) != INFINITY;
+    return fabsf(lse_log2) > 4096.f && fabsf(lse_log2) != INFINITY;
 }
 
-// The maximum and sum of the softmax of 16 rows; a lane has two of them.
+// 16 rows of a tensor, from column `col` on, as an operand of gemm(). Read element by element,
+// which needs neither shared memory nor another warp. Elements outside the tensor are zeros.
+template <class Element>
+struct GlobalRows {
+    GlobalTile<const Element> x;
+    int col;
+
+    __device__ __forceinline__ void load_a(uint32_t (&a)[4], int, int) const {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) a[i] = pair(lane_row() + i % 2 * 8, i / 2 * 8);
+    }
+    __device__ __forceinline__ void load_b(uint32_t (&b)[4], int, int) const {
+        __syncwarp();  // separates these loads from those of A, to save registers
+#pragma unroll
+        for (int i = 0; i < 4; ++i) b[i] = pair(lane_row() + i / 2 * 8, i % 2 * 8);
+    }
+
+ private:
+    __device__ __forceinline__ uint32_t pair(int row, int offset) const {
+        const auto at = [&](int c) {
+            return row < x.rows && c < x.cols ? ptx::to_float(x.data[row * x.row_stride + c]) : 0.f;
+        };
+        const int first = col + lane_col() + offset;
+        return ptx::pack<Element>(at(first), at(first + 1));
+    }
+};
+
+// Q K^T of 16 queries and 16 keys, from these two on.
+template <class Element>
+__device__ __forceinline__ RegisterTile<16, 16> scores_of_rows(const BackwardParams& params,
+                                                               const Sequence& s, int head,
+                                                               int first_query, int first_key) {
+    const auto q = global_tile<const Element>(params.q, s.batch, s.q_begin + first_query, head,
+                                              s.seqlen_q - first_query, params.head_dim);
+    const auto k =
+        global_tile<const Element>(params.k, s.batch, s.k_begin + first_key, key_head(params, head),
+                                   s.seqlen_k - first_key, params.head_dim);
+    RegisterTile<16, 16> rS;
+    rS.clear();
+#pragma unroll 1
+    for (int col = 0; col < params.head_dim; col += 16)
+        gemm<Element, 16>(rS, GlobalRows<Element>{q, col}, GlobalRows<Element>{k, col});
+    return rS;
+}
+
+// The reference and the relative lse of 16 rows, for those whose lse is large. A lane has two rows.
 template <class Element, bool kGeneral>
-__device__ __forceinline__ OnlineSoftmax<16> softmax_of_rows(const BackwardParams& params,
-                                                             const Sequence& sequence, int head,
-                                                             int first_query) {
+__device__ __forceinline__ void split_large_lse_of_rows(const BackwardParams& params,
+                                                        const Sequence& sequence, int head,
+                                                        int first_query) {
+    const auto is_large_row = [&](int i) {
+        const int query = first_query + lane_row() + 8 * i;
+        return query < sequence.seqlen_q &&
+               is_large_lse(params.lse[statistics_offset(params, sequence, head) + query] * kLog2e);
+    };
+    if (!__any_sync(0xffffffff, is_large_row(0) || is_large_row(1))) return;
     const BandMask mask = mask_of(params, sequence);
     const float scale = kGeneral ? 1.f : params.scale_log2;
-    OnlineSoftmax<16> softmax;
-    if (params.sink != nullptr) softmax.begin_with(params.sink[head] * kLog2e * ptx::rcp(scale));
-    RegisterTile<16, 8> none;  // no output
-    none.clear();
+    float max[2] = {-INFINITY, -INFINITY}, sum[2] = {0.f, 0.f};
+    if (params.sink != nullptr) {  // one lane of a row counts it
+        max[0] = max[1] = params.sink[head] * kLog2e * ptx::rcp(scale);
+        sum[0] = sum[1] = lane_col() == 0 ? 1.f : 0.f;
+    }
     const Interval keys = mask.keys_of({first_query, first_query + 16});
 #pragma unroll 1
     for (int key = keys.begin / 16 * 16; key < keys.end; key += 16) {
@@ -43,45 +102,44 @@ __device__ __forceinline__ OnlineSoftmax<16> softmax_of_rows(const BackwardParam
             rS = scores_of_rows<decltype(element)>(params, sequence, head, first_query, key);
         });
         if constexpr (kGeneral)
-            ScoreFunction<Element, Rows::kQueries>{params, sequence, head}.apply(rS, first_query,
-                                                                                 key);
+            ScoreFunction<Element, Rows::kQueries, tuning::kAllOptions>{params, sequence, head}
+                .apply(rS, first_query, key);
         mask_scores(rS, key, [&](int row) { return mask.key_range(first_query + row); });
-        softmax.template update<true>(rS, none, scale);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float new_max = fmaxf(max[i], row_maximum(rS, 0, i));
+            const float reference = finite_max(new_max);
+            sum[i] *= ptx::ex2((max[i] - reference) * scale);
+            max[i] = new_max;
+#pragma unroll
+            for (int n = 0; n < rS.kN; ++n)
+#pragma unroll
+                for (int e = 2 * i; e < 2 * i + 2; ++e)
+                    sum[i] += ptx::ex2((rS.v[0][n][e] - reference) * scale);
+        }
     }
-    softmax.finish();
-    return softmax;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        sum[i] = quad_sum(sum[i]);
+        if (lane_col() != 0 || !is_large_row(i)) continue;
+        const int64_t index =
+            workspace_row(params, sequence, head, first_query + lane_row() + 8 * i);
+        params.lse_log2[index] = log2f(sum[i]);
+        params.reference[index] = max[i];
+        if (params.lse_rows != nullptr) params.lse_rows[index] = {};
+    }
 }
 
-// Finds the reference and the relative lse of the CTA's queries whose lse is large, at the end of
-// the preprocess pass. It recomputes everything from the CTA's index: values kept in registers
-// would lower the occupancy of the whole pass.
+// The same for the CTA's queries, at the end of the preprocess pass. It recomputes everything from
+// the CTA's index: values kept in registers would lower the occupancy of the whole pass.
 template <class Element, bool kGeneral>
 __device__ __forceinline__ void split_large_lse(const BackwardParams& params, int block_q) {
     if (threadIdx.x == 0) *params.large_lse.word = params.large_lse.epoch;
 #pragma unroll 1
     for (int row = 16 * warp_id(); row < block_q; row += blockDim.x / 2) {
-        const int linear = ptx::not_hoisted(blockIdx.x);
-        const auto [tile, head] = q_tile_index<true>(params, linear, block_q);
-        const Sequence sequence = warp_uniform<true>(tile.sequence);
-        const int first_query = ptx::warp_uniform(tile.tile * block_q + row);
-        const auto is_large_row = [&](int i) {
-            const int query = first_query + lane_row() + 8 * i;
-            return query < sequence.seqlen_q &&
-                   is_large_lse(params.lse[statistics_offset(params, sequence, head) + query] *
-                                kLog2e);
-        };
-        if (!__any_sync(0xffffffff, is_large_row(0) || is_large_row(1))) continue;
-        const OnlineSoftmax<16> softmax =
-            softmax_of_rows<Element, kGeneral>(params, sequence, head, first_query);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            if (lane_col() != 0 || !is_large_row(i)) continue;
-            const int r = lane_row() + 8 * i;
-            const int64_t index = workspace_row(params, sequence, head, first_query + r);
-            params.lse_log2[index] = log2f(softmax.row_sum[0][i]);
-            params.reference[index] = softmax.row_max[0][i];
-            if (params.lse_rows != nullptr) params.lse_rows[index] = {};
-        }
+        const auto [tile, head] = q_tile_index<true>(params, ptx::not_hoisted(blockIdx.x), block_q);
+        split_large_lse_of_rows<Element, kGeneral>(params, warp_uniform<true>(tile.sequence), head,
+                                                   ptx::warp_uniform(tile.tile * block_q + row));
     }
 }
 

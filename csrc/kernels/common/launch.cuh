@@ -1,4 +1,5 @@
-// What all launchers share: dispatch by element type and form, dynamic shared memory, the launch.
+// What all launchers share: dispatch by element type and options, dynamic shared memory, the
+// launch.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -21,22 +22,23 @@ cudaError_t dispatch_element(ElementType type, Function function) {
     return type == ElementType::kBFloat16 ? function(__nv_bfloat16{}) : kNoKernel;
 }
 
-// Calls launch(element tag, features constant). kForms are the forms of the kernel, the last one is
-// kGeneral: the first that is not below `least` runs.
-template <Features... kForms, class Launch>
-cudaError_t dispatch_kernel(ElementType type, Features least, Launch launch) {
-    Features form = Features::kGeneral;
-    (((form = kForms) >= least) || ...);
-    return dispatch<kForms...>(form, [&](auto features) {
-        return dispatch_element(type, [&](auto element) { return launch(element, features); });
+// Calls launch(element tag, constant set of options) for the set that the plan has chosen.
+template <OptionSets kSets, class Kernel, class Launch>
+cudaError_t dispatch_kernel(const AttentionParams& params, const Kernel& kernel, Launch launch) {
+    return dispatch_options<kSets>(kernel.options, [&](auto options) {
+        return dispatch_element(params.element_type,
+                                [&](auto element) { return launch(element, options); });
     });
 }
 
-// The largest of value(features constant) over a kernel's forms.
-template <Features... kForms, class Value>
-constexpr int largest_of_forms(Value value) {
+// The largest of value(constant set of options) over these sets.
+template <OptionSets kSets, class Value>
+constexpr int largest_of(Value value) {
     int largest = 0;
-    ((largest = max_of(largest, value(std::integral_constant<Features, kForms>{}))), ...);
+    compile_time_for<kSets.count>([&](auto i) {
+        using Options = std::integral_constant<OptionSet, kSets.sets[i]>;
+        largest = max_of(largest, value(Options{}));
+    });
     return largest;
 }
 

@@ -1,10 +1,10 @@
 // Online softmax with a stale maximum, retried with the current one where it must be.
 //
 // Any m near the row's maximum gives the same result, since P, l and O share it
-// (OnlineSoftmax::kRescaleThreshold). So an iteration first uses the stale m: P = 2^(S scale - m
-// scale). Then it checks the sum of P, which l needs anyway. If that is at most kLimit no element
-// was far above m, and the maximum of the tile, with its comparisons and shuffles, was not needed.
-// Otherwise the iteration is retried with the maximum; S is still there.
+// (OnlineSoftmax::kRescaleThreshold). So an iteration first uses the stale m: P = 2^(S scale - m).
+// Then it checks the sum of P, which l needs anyway. If that is at most kLimit no element was far
+// above m, and the maximum of the tile, with its comparisons and shuffles, was not needed.
+// Otherwise, or if m is large, the iteration is retried with the maximum; S is still there.
 #pragma once
 
 #include "kernels/common/softmax.cuh"
@@ -33,22 +33,27 @@ struct OptimisticSoftmax : OnlineSoftmax<16> {
     // Then no P exceeds it, and fp16 holds it.
     static constexpr float kLimit = 4096.f;
 
+    float subtracted[2] = {-INFINITY, -INFINITY};  // by the FMA of P; stale_subtrahend() of m
+
     using Rescaling = RowRescaling;
     using Probabilities = RegisterOperand<kCols>;
 
     // From scores to P. Adds to l, and returns the factor of O. `fresh`: m is not known yet.
     template <class Scale>
-    __device__ __forceinline__ Rescaling step(const RegisterTile<16, kCols>& s,
-                                              RegisterOperand<kCols>& p, Scale scale, bool fresh) {
+    __device__ __forceinline__ Rescaling step(RegisterTile<16, kCols>& s, RegisterOperand<kCols>& p,
+                                              Scale scale, bool fresh) {
         Rescaling rescaling;
         float sum[2];
         for (bool proven = false;; proven = true) {
             if (fresh || proven) [[unlikely]]
                 rescaling = advance(s, scale);
             exponentiate(s, p, sum, scale);
-            if (fresh || proven) break;
-            const bool doubtful = sum[0] > kLimit || sum[1] > kLimit ||
-                                  row_max[0][0] == -INFINITY || row_max[0][1] == -INFINITY;
+            if (fresh || proven) {
+#pragma unroll
+                for (int i = 0; i < 2; ++i) subtracted[i] = stale_subtrahend(row_max[0][i]);
+                break;
+            }
+            const bool doubtful = !(sum[0] <= kLimit) || !(sum[1] <= kLimit);
             if (!__any_sync(0xffffffff, doubtful)) [[likely]]
                 break;
         }
@@ -59,15 +64,15 @@ struct OptimisticSoftmax : OnlineSoftmax<16> {
 
  private:
     // Updates row_max and row_sum to the maximum of the scores.
-    __device__ __forceinline__ Rescaling advance(const RegisterTile<16, kCols>& s, float scale) {
+    template <class Scale>
+    __device__ __forceinline__ Rescaling advance(RegisterTile<16, kCols>& s, Scale scale) {
         Rescaling rescaling;
         rescaling.needed = true;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const float new_max = fmaxf(row_max[0][i], row_maximum(s, 0, i));
-            rescaling.factor[i] = ptx::ex2((row_max[0][i] - finite_max(new_max)) * scale);
-            row_max[0][i] = new_max;
-            row_sum[0][i] *= rescaling.factor[i];
+            rescaling.factor[i] = raise_max(row_maximum(s, 0, i), 0, i, scale);
+            subtracted[i] = subtrahend(row_max[0][i]);
+            center_large(s, 0, i, row_max[0][i], scale);
         }
         return rescaling;
     }
@@ -76,11 +81,9 @@ struct OptimisticSoftmax : OnlineSoftmax<16> {
     __device__ __forceinline__ void exponentiate(const RegisterTile<16, kCols>& s,
                                                  RegisterOperand<kCols>& p, float (&sum)[2],
                                                  Scale scale) const {
-        float max_scaled[2];
         float sums[2][2];  // four chains of additions
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            max_scaled[i] = scaled_max(row_max[0][i], scale);
             sums[i][0] = sums[i][1] = 0.f;
         }
 #pragma unroll
@@ -89,8 +92,8 @@ struct OptimisticSoftmax : OnlineSoftmax<16> {
             for (int j = 0; j < 4; ++j) {  // of an A fragment: row half j % 2, column half j / 2
                 const float (&pair)[4] = s.v[0][2 * k + j / 2];
                 const int i = j % 2;
-                const float low = ptx::ex2(pair[2 * i] * scale - max_scaled[i]);
-                const float high = ptx::ex2(pair[2 * i + 1] * scale - max_scaled[i]);
+                const float low = ptx::ex2(pair[2 * i] * scale - subtracted[i]);
+                const float high = ptx::ex2(pair[2 * i + 1] * scale - subtracted[i]);
                 sums[i][0] += low;
                 sums[i][1] += high;
                 p.v[k][j] = ptx::pack<Element>(low, high);

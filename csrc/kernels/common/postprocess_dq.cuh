@@ -23,8 +23,8 @@ __global__ void __launch_bounds__(DQ::kThreads)
     const auto dq =
         global_tile<typename DQ::Element>(params.dq, sequence.batch, sequence.q_begin + first_query,
                                           head, sequence.seqlen_q - first_query, params.head_dim);
-    store_tile<typename DQ::QTile, DQ::kThreads, DQ::kBlockQ, DQ::kGeneral>(dq, shared, 0,
-                                                                            params.aligned);
+    store_tile<typename DQ::QTile, DQ::kThreads, DQ::kBlockQ, DQ::kUnaligned>(dq, shared, 0,
+                                                                              params.aligned);
 }
 
 template <class DQ>

@@ -1,5 +1,10 @@
 // Online softmax over the rows of a warp's score tiles (FlashAttention-2, algorithm 1, line 9),
-// in base 2: e^(scale s - m) = 2^(scale log2(e) s - m log2(e)), one FMA and one ex2 an element.
+// in base 2: P = 2^(s scale - m), one FMA and one ex2 an element, where scale includes log2(e).
+//
+// m is the maximum of s scale, rounded up. P, l, O and lse have the same m, so that its rounding
+// cancels: P of the maximum is 2^-d, with a d below the unit in the last place of m. From kLargeMax
+// on, far beyond the scores of a working model, 2^-d would leave the range of P. But there one unit
+// is eight powers of two: only scores that are rounded to m count, and all alike (center_large).
 #pragma once
 
 #include <type_traits>
@@ -10,11 +15,10 @@
 
 namespace flash_ext {
 
-// Natural logarithm of the sum of e^s over scores s with the maximum `max`, from the sum of 2^((s -
-// max) scale); scale includes log2(e). Only a row without keys has the sum 0: in any other row the
-// maximum contributes 1. A NaN stays a NaN.
-__device__ __forceinline__ float log_sum_exp(float max, float sum, float scale) {
-    return sum == 0.f ? -INFINITY : max * (scale * kLn2) + log2f(sum) * kLn2;
+// Natural logarithm of 2^max sum, where `sum` is the sum of P. Only a row without keys has the sum
+// 0. A NaN stays a NaN.
+__device__ __forceinline__ float log_sum_exp(float max, float sum) {
+    return sum == 0.f ? -INFINITY : max * kLn2 + log2f(sum) * kLn2;
 }
 
 // Reductions over the four lanes that hold a row.
@@ -45,31 +49,51 @@ __device__ __forceinline__ float warp_sum(float x) {
 // A row without keys has no maximum; any finite number prevents -inf - max from becoming NaN.
 __device__ __forceinline__ float finite_max(float max) { return max == -INFINITY ? 0.f : max; }
 
-// Exponents are one FMA each, s scale - scaled_max. The product scaled_max = max scale is rounded,
-// by up to 2^-23 of itself. Up to this bound, far beyond the scores of a working model, that is an
-// error below 2^-11 in the exponent; for scores in the millions it would give zeros. Beyond the
-// bound the maximum is subtracted first: (s - max) scale has no such error.
-inline constexpr float kLargeExponent = 4096.f;
-
 // The scale of scores that include it.
 struct Unscaled {
     __device__ __forceinline__ constexpr operator float() const { return 1.f; }
 };
 
-// Rounded up: no exponent is above (s - max) scale. So P of finite scores is finite, whatever the
-// maximum, and 0 times it is 0 when a far larger maximum follows. Only NaN and infinite scores make
-// a row NaN.
+// Rounded up: no P is above 1, so P of finite scores is finite. Only NaN and infinite scores make a
+// row NaN.
 template <class Scale>
-__device__ __forceinline__ float scaled_max(float max, Scale scale) {
+__device__ __forceinline__ float round_up(float score, Scale scale) {
     if constexpr (std::is_same_v<Scale, Unscaled>) {
-        return finite_max(max);
+        return score;
     } else {
-        return __fmul_ru(finite_max(max), scale);
+        return __fmul_ru(score, scale);
     }
 }
 
-__device__ __forceinline__ bool is_large(float exponent) {
-    return fabsf(exponent) > kLargeExponent;
+// Below it P of the maximum is at least 2^-8, which fp16, too, holds without loss.
+inline constexpr float kLargeMax = 0x1p27f;
+
+// Must scores be centered before the FMA? Also true for a row that has seen no key, whose m is
+// -inf.
+__device__ __forceinline__ bool is_large(float max) { return !(fabsf(max) < kLargeMax); }
+
+// What the FMA of P subtracts: m, or 0 from centered scores.
+__device__ __forceinline__ float subtrahend(float max) { return is_large(max) ? 0.f : max; }
+
+// The same for scores that may exceed m and are not centered. -inf if they must be: then P is
+// infinite or NaN, which tells the caller.
+__device__ __forceinline__ float stale_subtrahend(float max) {
+    return is_large(max) ? -INFINITY : max;
+}
+
+// If m is large, replaces the scores of row 16 m + lane_row() + 8 i: by 0 if they count, or else by
+// numbers whose P are 0.
+template <class Scores, class Scale>
+__device__ __forceinline__ void center_large(Scores& s, int m, int i, float max, Scale scale) {
+    if (!is_large(max)) [[likely]]
+        return;
+#pragma unroll
+    for (int n = 0; n < Scores::kN; ++n)
+#pragma unroll
+        for (int e = 2 * i; e < 2 * i + 2; ++e) {
+            float& x = s.v[m][n][e];
+            x = (round_up(x, scale) - finite_max(max)) * 0x1p100f;  // by far more than 1 / scale
+        }
 }
 
 // The maximum of row 16 m + lane_row() + 8 i of a tile of scores.
@@ -90,7 +114,7 @@ struct OnlineSoftmax {
     // rescaling.
     static constexpr float kRescaleThreshold = 8.f;
 
-    float row_max[kM][2];  // -inf until the row has seen a key
+    float row_max[kM][2];  // m; -inf until the row has seen a key
     float row_sum[kM][2];  // this lane's share
 
     __device__ __forceinline__ OnlineSoftmax() {
@@ -116,29 +140,37 @@ struct OnlineSoftmax {
         row_sum[m][i] = lane_col() == 0 ? 1.f : 0.f;
     }
 
-    // Replaces scores s by p = 2^(s * scale - row_max * scale), and updates O and the sums.
-    // kRelative: with the exponent (s - row_max) * scale, and never with a stale maximum.
-    template <bool kRelative = false, class Scores, class Output, class Scale>
+    // m as it becomes with scores up to `score`; returns the factor of what has the old m.
+    template <class Scale>
+    __device__ __forceinline__ float raise_max(float score, int m, int i, Scale scale) {
+        const float old = row_max[m][i];
+        row_max[m][i] = fmaxf(old, round_up(score, scale));
+        const float factor = old == row_max[m][i] ? 1.f : ptx::ex2(old - row_max[m][i]);
+        row_sum[m][i] *= factor;
+        return factor;
+    }
+
+    // Replaces scores s by P, and updates O and the sums.
+    template <class Scores, class Output, class Scale>
     __device__ __forceinline__ void update(Scores& s, Output& o, Scale scale) {
-        float tile_max[kM][2];
+        float tile_max[kM][2], subtracted[kM][2];
         bool rescale = false;
 #pragma unroll
         for (int m = 0; m < kM; ++m)
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 tile_max[m][i] = row_maximum(s, m, i);
-                rescale |= (tile_max[m][i] - row_max[m][i]) * scale >
-                           (kRelative ? 0.f : kRescaleThreshold);
+                subtracted[m][i] = stale_subtrahend(row_max[m][i]);
+                rescale |= !(tile_max[m][i] * scale - subtracted[m][i] <= kRescaleThreshold);
             }
         if (__any_sync(0xffffffff, rescale)) {
 #pragma unroll
             for (int m = 0; m < kM; ++m)
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
-                    const float new_max = fmaxf(row_max[m][i], tile_max[m][i]);
-                    const float factor = ptx::ex2((row_max[m][i] - finite_max(new_max)) * scale);
-                    row_max[m][i] = new_max;
-                    row_sum[m][i] *= factor;
+                    const float factor = raise_max(tile_max[m][i], m, i, scale);
+                    subtracted[m][i] = subtrahend(row_max[m][i]);
+                    center_large(s, m, i, row_max[m][i], scale);
 #pragma unroll
                     for (int n = 0; n < Output::kN; ++n) {
                         o.v[m][n][2 * i] *= factor;
@@ -150,14 +182,12 @@ struct OnlineSoftmax {
         for (int m = 0; m < kM; ++m)
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const float max_scaled = scaled_max(row_max[m][i], scale);
 #pragma unroll
                 for (int n = 0; n < Scores::kN; ++n)
 #pragma unroll
                     for (int e = 0; e < 2; ++e) {
                         float& x = s.v[m][n][2 * i + e];
-                        x = ptx::ex2(kRelative ? (x - finite_max(row_max[m][i])) * scale
-                                               : x * scale - max_scaled);
+                        x = ptx::ex2(x * scale - subtracted[m][i]);
                         row_sum[m][i] += x;
                     }
             }
@@ -178,8 +208,8 @@ struct OnlineSoftmax {
     __device__ __forceinline__ float sum(int m, int i) const {
         return i == 0 ? row_sum[m][0] : row_sum[m][1];
     }
-    __device__ __forceinline__ float lse(int m, int i, float scale) const {
-        return log_sum_exp(max(m, i), sum(m, i), scale);
+    __device__ __forceinline__ float lse(int m, int i) const {
+        return log_sum_exp(max(m, i), sum(m, i));
     }
 
     __device__ __forceinline__ float inverse_sum(int m, int i) const {

@@ -19,10 +19,10 @@
 
 namespace flash_ext {
 
-template <class Element, int kHeadDim, int kHeadDimV, Features kFeatures>
-struct Fa1BackwardConfig : BackwardConfig<Element, kHeadDim, kHeadDimV, kFeatures,
+template <class Element, int kHeadDim, int kHeadDimV, OptionSet kOptions>
+struct Fa1BackwardConfig : BackwardConfig<Element, kHeadDim, kHeadDimV, kOptions,
                                           tuning::fa1_backward({kHeadDim, kHeadDimV})> {
-    using Base = BackwardConfig<Element, kHeadDim, kHeadDimV, kFeatures,
+    using Base = BackwardConfig<Element, kHeadDim, kHeadDimV, kOptions,
                                 tuning::fa1_backward({kHeadDim, kHeadDimV})>;
     // The old dQ_i is fetched into shared memory. Where dQ is computed in slices (d 256)
     // there is no room for it, and it is not faster.
@@ -145,27 +145,26 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
 
 template <int kHeadDim, int kHeadDimV>
 int fa1_backward_shared_bytes() {
-    const auto bytes = [](auto features) {
-        return Fa1BackwardConfig<__half, kHeadDim, kHeadDimV, features.value>::kSharedBytes;
-    };
-    return largest_of_forms<Features::kPlain, Features::kGeneral>(bytes);
+    constexpr OptionSets kSets = row_of(tuning::kFa1Backward, {kHeadDim, kHeadDimV}).options;
+    return largest_of<kSets>([](auto options) {
+        return Fa1BackwardConfig<__half, kHeadDim, kHeadDimV, options.value>::kSharedBytes;
+    });
 }
 
 template <int kHeadDim, int kHeadDimV>
 cudaError_t fa1_backward(const BackwardParams& params, const BackwardKernel& kernel,
                          cudaStream_t stream) {
-    const auto launch = [&](auto element, auto features) {
-        using Config = Fa1BackwardConfig<decltype(element), kHeadDim, kHeadDimV, features.value>;
-        cudaError_t status = backward_preprocess(params, kPreprocessRows, Config::kGeneral, stream);
+    constexpr OptionSets kSets = row_of(tuning::kFa1Backward, {kHeadDim, kHeadDimV}).options;
+    return dispatch_kernel<kSets>(params, kernel, [&](auto element, auto options) {
+        using Config = Fa1BackwardConfig<decltype(element), kHeadDim, kHeadDimV, options.value>;
+        cudaError_t status = backward_preprocess(params, kPreprocessRows, stream);
         if (status == cudaSuccess)
             status = launch_kernel<fa1_backward_kernel<Config>>(
                 params.heads_k * sequence_count(params), Config::kThreads, Config::kSharedBytes,
                 params, stream);
         if (status == cudaSuccess) status = postprocess_dq<DQTile<Config>>(params, stream);
         return status;
-    };
-    return dispatch_kernel<Features::kPlain, Features::kGeneral>(params.element_type, kernel.form,
-                                                                 launch);
+    });
 }
 
 }  // namespace flash_ext

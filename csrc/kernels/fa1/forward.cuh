@@ -6,11 +6,11 @@
 //     for each KV tile j:
 //         for each Q tile i that sees it:
 //             S = Q_i K_j^T                          each warp: its keys
-//             m~ = rowmax(S)                         exchanged
-//             P = 2^((S - m~) scale),  l~ = rowsum(P)  exchanged
+//             m~ = rowmax(S) scale                   exchanged
+//             P = 2^(S scale - m~),  l~ = rowsum(P)  exchanged
 //             m_new = max(m_i, m~)
-//             l_new = 2^((m_i - m_new) scale) l_i + 2^((m~ - m_new) scale) l~
-//             O_i = (l_i 2^((m_i - m_new) scale) O_i + 2^((m~ - m_new) scale) P V_j) / l_new
+//             l_new = 2^(m_i - m_new) l_i + 2^(m~ - m_new) l~
+//             O_i = (l_i 2^(m_i - m_new) O_i + 2^(m~ - m_new) P V_j) / l_new
 //                                                    P V_j exchanged
 //             l_i = l_new,  m_i = m_new           (scale in base 2)
 //
@@ -48,12 +48,13 @@
 
 namespace flash_ext {
 
-template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures, int kBlockKV_>
+template <class Element_, int kHeadDim_, int kHeadDimV_, OptionSet kOptions_, int kBlockKV_>
 struct Fa1ForwardConfig {
     using Element = Element_;
     static constexpr auto kTuning = tuning::fa1_forward({kHeadDim_, kHeadDimV_});
-    static constexpr bool kGeneral = kFeatures == Features::kGeneral;
-    static constexpr bool kMayBeVarlen = kFeatures != Features::kPlain;
+    static constexpr OptionSet kOptions = kOptions_;
+    static constexpr bool kGeneral = changes_scores(kOptions);
+    static constexpr bool kMayBeVarlen = contains(kOptions, OptionSet::kVarlen);
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kHeadDimV = kHeadDimV_;
     static constexpr int kTeams = 2;
@@ -110,6 +111,7 @@ struct Fa1Forward {
     using SharedStorage = typename Config::SharedStorage;
     using TeamStorage = typename Config::TeamStorage;
     static constexpr bool kGeneral = Config::kGeneral;
+    static constexpr bool kUnaligned = contains(Config::kOptions, OptionSet::kUnaligned);
     static constexpr int kM = Scores::kM;
 
     // Per row that this lane holds elements of.
@@ -136,9 +138,8 @@ struct Fa1Forward {
           sequence(warp_uniform<Config::kMayBeVarlen>(
               sequence_of<Config::kMayBeVarlen>(p, flat_head / p.heads_q))),
           mask(mask_of(p, sequence)),
-          first_max(params.sink != nullptr && sequence.is_owned(params)
-                        ? params.sink[head] * kLog2e / score_scale()
-                        : -INFINITY),
+          first_max(params.sink != nullptr && sequence.is_owned(params) ? params.sink[head] * kLog2e
+                                                                        : -INFINITY),
           team(warp_id() / Config::kTeamWarps),
           warp(warp_id() % Config::kTeamWarps),
           storage(shared_storage<SharedStorage>().teams[team]),
@@ -161,8 +162,8 @@ struct Fa1Forward {
                                                    params.head_dim);
         const auto gV = global_tile<const Element>(params.v, sequence.batch, row, head_k, rows,
                                                    params.head_dim_v);
-        load_tile<KTile, Config::kThreads, kGeneral>(sK, gK, params.aligned);
-        load_tile<VTile, Config::kThreads, kGeneral>(sV, gV, params.aligned);
+        load_tile<KTile, Config::kThreads, kUnaligned>(sK, gK, params.aligned);
+        load_tile<VTile, Config::kThreads, kUnaligned>(sV, gV, params.aligned);
     }
 
     __device__ __forceinline__ void load_q(int q_tile) const {
@@ -170,7 +171,7 @@ struct Fa1Forward {
         const auto gQ =
             global_tile<const Element>(params.q, sequence.batch, sequence.q_begin + first_query,
                                        head, sequence.seqlen_q - first_query, params.head_dim);
-        load_tile<QTile, Config::kTeamThreads, kGeneral>(sQ, gQ, params.aligned);
+        load_tile<QTile, Config::kTeamThreads, kUnaligned>(sQ, gQ, params.aligned);
     }
 
     // Fetches this lane's part of a chunk of O_i. No other lane uses it.
@@ -204,10 +205,14 @@ struct Fa1Forward {
         });
     }
 
-    // The factor from scores to exponents of 2. The general kernel multiplies the scores at once
-    // (its scale may be zero or negative), the plain one inside the exponent.
-    __device__ __forceinline__ float score_scale() const {
-        return kGeneral ? 1.f : params.scale_log2;
+    // The factor from scores to exponents of 2. With options the kernel multiplies the scores at
+    // once (its scale may be zero or negative), otherwise inside the exponent.
+    __device__ __forceinline__ auto score_scale() const {
+        if constexpr (kGeneral) {
+            return Unscaled{};
+        } else {
+            return params.scale_log2;
+        }
     }
 
     // The warp's scores, masked; its row maxima go to shared memory.
@@ -218,7 +223,7 @@ struct Fa1Forward {
         gemm<Element, Config::kHeadDim>(rS, AFromRows<QTile>(sQ), BFromRows<KTile>(sK, warp_key),
                                         params.element_type);
         if constexpr (kGeneral)
-            ScoreFunction<Element, Rows::kQueries>{params, sequence, head}.apply(
+            ScoreFunction<Element, Rows::kQueries, Config::kOptions>{params, sequence, head}.apply(
                 rS, first_query, kv_tile * Config::kBlockKV + warp_key);
         if (!mask.is_full(tile_interval(q_tile, Config::kBlockQ),
                           tile_interval(kv_tile, Config::kBlockKV))) {
@@ -242,32 +247,24 @@ struct Fa1Forward {
             float x = storage.max[0][row];
 #pragma unroll
             for (int w = 1; w < Config::kTeamWarps; ++w) x = fmaxf(x, storage.max[w][row]);
-            tile_max.v[m][i] = x;
+            tile_max.v[m][i] = round_up(x, score_scale());
         });
         for_each_row([&](int m, int i, int row) {
-            const float max = finite_max(tile_max.v[m][i]);
-            float max_scaled = max * score_scale();
-            if (is_large(max_scaled)) [[unlikely]] {
-                max_scaled = 0.f;
-#pragma unroll
-                for (int n = 0; n < Scores::kN; ++n) {
-                    rS.v[m][n][2 * i] -= max;
-                    rS.v[m][n][2 * i + 1] -= max;
-                }
-            }
+            center_large(rS, m, i, tile_max.v[m][i], score_scale());
+            const float max = subtrahend(tile_max.v[m][i]);
             float sum = 0.f;
 #pragma unroll
             for (int n = 0; n < Scores::kN; ++n)
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
                     float& x = rS.v[m][n][2 * i + e];
-                    x = ptx::ex2(x * score_scale() - max_scaled);
+                    x = ptx::ex2(x * score_scale() - max);
                     sum += x;
                 }
             sum = quad_sum(sum);
             if (lane_col() == 0) storage.sum[warp][row] = sum;
         });
-        if constexpr (kGeneral) {
+        if constexpr (contains(Config::kOptions, OptionSet::kDropout)) {
             if (params.rng_state != nullptr) {
                 for_each_keep<Scores>(dropout_mask(params, sequence, head),
                                       q_tile * Config::kBlockQ,
@@ -376,15 +373,15 @@ struct Fa1Forward {
 #pragma unroll
             for (int w = 0; w < Config::kTeamWarps; ++w) tile_sum += storage.sum[w][row];
             const float new_max = fmaxf(row_max.v[m][i], tile_max.v[m][i]);
-            const auto factor = [&](float max) {
-                return ptx::ex2((max - finite_max(new_max)) * score_scale());
-            };
+            const auto factor = [&](float max) { return ptx::ex2(max - finite_max(new_max)); };
             const float old_share = factor(row_max.v[m][i]) * row_sum.v[m][i];
             const float new_share = factor(tile_max.v[m][i]);
             const float sum = old_share + new_share * tile_sum;
             const float inverse = sum == 0.f ? 0.f : ptx::rcp(sum);
             old_factor.v[m][i] = old_share * inverse;
-            new_factor.v[m][i] = new_share * inverse * (kGeneral ? params.late_factor : 1.f);
+            new_factor.v[m][i] =
+                new_share * inverse *
+                (contains(Config::kOptions, OptionSet::kDropout) ? params.late_factor : 1.f);
             row_max.v[m][i] = new_max;
             row_sum.v[m][i] = sum;
         });
@@ -400,7 +397,7 @@ struct Fa1Forward {
             for_each_row([&](int m, int i, int row) {
                 const int query = q_tile * Config::kBlockQ + row;
                 if (query < sequence.seqlen_q)
-                    lse[query] = log_sum_exp(row_max.v[m][i], row_sum.v[m][i], score_scale());
+                    lse[query] = log_sum_exp(row_max.v[m][i], row_sum.v[m][i]);
             });
         } else {
             float* statistics = statistics_global(q_tile);
@@ -420,7 +417,7 @@ struct Fa1Forward {
         const int query = q_tile * Config::kBlockQ + lane_id();
         if (warp == 0 && lane_id() < Config::kBlockQ && query < sequence.seqlen_q)
             params.lse[statistics_offset(params, sequence, head) + query] =
-                log_sum_exp(first_max, first_sum(), score_scale());
+                log_sum_exp(first_max, first_sum());
     }
 
  private:
@@ -469,7 +466,7 @@ struct Fa1Forward {
     // Columns col and col + 1 of a row of the output.
     __device__ __forceinline__ void store_pair(Element* row, int col, float x, float y) const {
         const uint32_t packed = pack<Element>(x, y, params.element_type);
-        if (!kGeneral || params.aligned) {
+        if (!kUnaligned || params.aligned) {
             if (col < params.head_dim_v) *reinterpret_cast<uint32_t*>(row + col) = packed;
             return;
         }
@@ -567,8 +564,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 template <int kHeadDim, int kHeadDimV>
 int fa1_forward_shared_bytes() {
     constexpr int kBlockKV = tuning::fa1_forward({kHeadDim, kHeadDimV}).small_block_kv;
-    constexpr int kBytes =  // of both forms
-        Fa1ForwardConfig<__half, kHeadDim, kHeadDimV, Features::kPlain, kBlockKV>::kSharedBytes;
+    constexpr int kBytes =  // with any options
+        Fa1ForwardConfig<__half, kHeadDim, kHeadDimV, tuning::kDense, kBlockKV>::kSharedBytes;
     static_assert(kHeadDim > 64 || kBytes <= 99 * 1024, "compute capability 8.6, 8.9 and 12.x");
     return kBytes;
 }
@@ -576,15 +573,16 @@ int fa1_forward_shared_bytes() {
 template <int kHeadDim, int kHeadDimV>
 cudaError_t fa1_forward(const ForwardParams& params, const ForwardKernel& kernel,
                         cudaStream_t stream) {
-    const auto launch = [&](auto element, auto features) {
-        constexpr auto kTuning = tuning::fa1_forward({kHeadDim, kHeadDimV});
+    constexpr OptionSets kSets = row_of(tuning::kFa1Forward, {kHeadDim, kHeadDimV}).options;
+    return dispatch_kernel<kSets>(params, kernel, [&](auto given, auto options) {
+        constexpr tuning::Fa1Forward kTuning = tuning::fa1_forward({kHeadDim, kHeadDimV});
         // At 256 the branches of AnyHalf cost 5 to 7 % (note 023).
-        constexpr bool kForBoth = features == Features::kGeneral && kHeadDim <= 128;
-        using Element = std::conditional_t<kForBoth, AnyHalf, decltype(element)>;
+        constexpr bool kForBoth = changes_scores(options.value) && kHeadDim <= 128;
+        using Element = std::conditional_t<kForBoth, AnyHalf, decltype(given)>;
         using Large =
-            Fa1ForwardConfig<Element, kHeadDim, kHeadDimV, features.value, kTuning.block_kv>;
+            Fa1ForwardConfig<Element, kHeadDim, kHeadDimV, options.value, kTuning.block_kv>;
         using Small =
-            Fa1ForwardConfig<Element, kHeadDim, kHeadDimV, features.value, kTuning.small_block_kv>;
+            Fa1ForwardConfig<Element, kHeadDim, kHeadDimV, options.value, kTuning.small_block_kv>;
         // A larger KV tile means fewer passes of O through HBM; what fits depends on the GPU.
         return launch_fitting<Large, Small>([&](auto config) {
             using Config = decltype(config);
@@ -592,9 +590,7 @@ cudaError_t fa1_forward(const ForwardParams& params, const ForwardKernel& kernel
                 params.heads_q * sequence_count(params), Config::kThreads, Config::kSharedBytes,
                 params, stream);
         });
-    };
-    return dispatch_kernel<Features::kPlain, Features::kGeneral>(params.element_type, kernel.form,
-                                                                 launch);
+    });
 }
 
 }  // namespace flash_ext

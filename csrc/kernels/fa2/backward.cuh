@@ -165,25 +165,22 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     Tile(params, stored.sequence, stored.head).store_dk_dv(rdK, rdV, stored.first_row);
 }
 
-template <class Element, int kHeadDim, int kHeadDimV, Features kFeatures>
-using Fa2BackwardConfig = BackwardConfig<Element, kHeadDim, kHeadDimV, kFeatures,
-                                         tuning::fa2_backward({kHeadDim, kHeadDimV}, kFeatures)>;
-template <class Element, int kHeadDim, int kHeadDimV, Features kFeatures>
-using SmallFa2BackwardConfig =
-    BackwardConfig<Element, kHeadDim, kHeadDimV, kFeatures,
-                   tuning::small_fa2_backward({kHeadDim, kHeadDimV}, kFeatures)>;
+template <class Element, int kHeadDim, int kHeadDimV, OptionSet kOptions, bool kLessMemory>
+using Fa2BackwardConfig =
+    BackwardConfig<Element, kHeadDim, kHeadDimV, kOptions,
+                   tuning::fa2_backward({kHeadDim, kHeadDimV}, kOptions, kLessMemory)>;
 
 template <int kHeadDim, int kHeadDimV>
 int fa2_backward_shared_bytes() {
-    const auto bytes = [](auto features) {
-        return SmallFa2BackwardConfig<__half, kHeadDim, kHeadDimV, features.value>::kSharedBytes;
-    };
-    return largest_of_forms<Features::kPlain, Features::kVarlen, Features::kGeneral>(bytes);
+    constexpr OptionSets kSets = row_of(tuning::kFa2Backward, {kHeadDim, kHeadDimV}).options;
+    return largest_of<kSets>([](auto options) {
+        return Fa2BackwardConfig<__half, kHeadDim, kHeadDimV, options.value, true>::kSharedBytes;
+    });
 }
 
 template <class Config>
 cudaError_t launch_fa2_backward(const BackwardParams& params, cudaStream_t stream) {
-    cudaError_t status = backward_preprocess(params, kPreprocessRows, Config::kGeneral, stream);
+    cudaError_t status = backward_preprocess(params, kPreprocessRows, stream);
     if (status == cudaSuccess)
         status = launch_kernel<fa2_backward_kernel<Config>>(
             cta_count(params.schedule), Config::kThreads, Config::kSharedBytes, params, stream);
@@ -194,23 +191,18 @@ cudaError_t launch_fa2_backward(const BackwardParams& params, cudaStream_t strea
 template <int kHeadDim, int kHeadDimV>
 cudaError_t fa2_backward(const BackwardParams& params, const BackwardKernel& kernel,
                          cudaStream_t stream) {
-    constexpr HeadDims kDims{kHeadDim, kHeadDimV};
-    constexpr int kBlockQ = tuning::fa2_backward(kDims, Features::kPlain).block_q;
-    static_assert(kBlockQ % tuning::small_fa2_backward(kDims, Features::kPlain).block_q == 0);
-    const auto launch = [&](auto element, auto features) {
-        if constexpr (features >= tuning::least_fa2_form({kHeadDim, kHeadDimV})) {
-            using Large = Fa2BackwardConfig<decltype(element), kHeadDim, kHeadDimV, features>;
-            using Small = SmallFa2BackwardConfig<decltype(element), kHeadDim, kHeadDimV, features>;
-            static_assert(Large::kBlockKV == Small::kBlockKV &&
-                          Large::kCtasPerSm == Small::kCtasPerSm);  // the plan has one schedule
-            return launch_fitting<Large, Small>(
-                [&](auto config) { return launch_fa2_backward<decltype(config)>(params, stream); });
-        } else {
-            return kNoKernel;
-        }
-    };
-    return dispatch_kernel<Features::kPlain, Features::kVarlen, Features::kGeneral>(
-        params.element_type, kernel.form, launch);
+    constexpr tuning::Fa2Backward kRow = row_of(tuning::kFa2Backward, {kHeadDim, kHeadDimV});
+    static_assert(kRow.plain.block_q % kRow.small_plain.block_q == 0);  // plan_mma_backward()
+    return dispatch_kernel<kRow.options>(params, kernel, [&](auto element, auto options) {
+        using Large =
+            Fa2BackwardConfig<decltype(element), kHeadDim, kHeadDimV, options.value, false>;
+        using Small =
+            Fa2BackwardConfig<decltype(element), kHeadDim, kHeadDimV, options.value, true>;
+        static_assert(Large::kBlockKV == Small::kBlockKV &&
+                      Large::kCtasPerSm == Small::kCtasPerSm);  // the plan has one schedule
+        return launch_fitting<Large, Small>(
+            [&](auto config) { return launch_fa2_backward<decltype(config)>(params, stream); });
+    });
 }
 
 }  // namespace flash_ext

@@ -8,16 +8,15 @@
 //
 //     for each KV tile j:
 //         S = Q K_j^T                           tensor cores, S in registers
-//         m_new = max(m, rowmax(S))             quad shuffles
-//         P = 2^(S scale - m_new scale)
-//         l = 2^((m - m_new) scale) l + rowsum(P)
-//         O = 2^((m - m_new) scale) O + P V_j   P from registers
-//     O = O / l,  lse = m scale + log(l)        one rescale, at the end
+//         m_new = max(m, rowmax(S) scale)       quad shuffles
+//         P = 2^(S scale - m_new)
+//         l = 2^(m - m_new) l + rowsum(P)
+//         O = 2^(m - m_new) O + P V_j           P from registers
+//     O = O / l,  lse = (m + log2(l)) ln(2)     one rescale, at the end
 //
 // m need not be the maximum, only near it: it may be stale until P would exceed 2^8
 // (OnlineSoftmax::kRescaleThreshold). This saves most rescalings of O and changes no result, since
-// l and O share the same m. A warp that ends with an m too large for P's one FMA (kLargeExponent)
-// recomputes such rows.
+// l and O share the same m.
 //
 // Where tiles are too few to fill the GPU, a CTA takes a split of its Q tile's keys
 // (Flash-Decoding, Dao et al. 2023) and stores its O / l, row maxima and row sums in float32;
@@ -33,7 +32,6 @@
 #pragma once
 
 #include "kernels/common/launch.cuh"
-#include "kernels/common/recompute_rows.cuh"
 #include "kernels/common/softmax.cuh"
 #include "kernels/common/tile_coord.cuh"
 #include "kernels/common/varlen.cuh"
@@ -51,13 +49,14 @@
 
 namespace flash_ext {
 
-template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures,
+template <class Element_, int kHeadDim_, int kHeadDimV_, OptionSet kOptions_,
           tuning::Forward kTuning>
 struct ForwardConfig {
     using Element = Element_;
-    static constexpr bool kGeneral = kFeatures == Features::kGeneral;
-    static constexpr bool kMayBeVarlen = kFeatures != Features::kPlain;
-    static constexpr bool kMayHaveSplits = kFeatures != Features::kPlain;
+    static constexpr OptionSet kOptions = kOptions_;
+    static constexpr bool kGeneral = changes_scores(kOptions);
+    static constexpr bool kMayBeVarlen = contains(kOptions, OptionSet::kVarlen);
+    static constexpr bool kMayHaveSplits = contains(kOptions, OptionSet::kSplits);
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kHeadDimV = kHeadDimV_;
     static constexpr int kRowsPerWarp = kTuning.rows_per_warp;
@@ -82,10 +81,10 @@ struct ForwardConfig {
     static constexpr int kSharedBytes = sizeof(SharedStorage);
     // Whether the loop, too, reads the CTA's tile coordinates from shared memory. It costs a wait
     // per tile, up to 5 % where an SM has one CTA; but here registers that hold them would spill.
-    static constexpr bool kTileCoordInLoop = kFeatures == Features::kVarlen && kHeadDim == 128;
+    static constexpr bool kTileCoordInLoop = kOptions == tuning::kVarlenSplits && kHeadDim == 128;
 
     static constexpr bool kForLessMemory =
-        kTuning != tuning::fa2_forward({kHeadDim, kHeadDimV}, kFeatures);
+        kTuning != tuning::fa2_forward({kHeadDim, kHeadDimV}, kOptions);
 
     static_assert(kBlockKV % 16 == 0 && kRowsPerWarp % 16 == 0);
     static_assert(kBlockQ == tuning::kForwardBlockQ);
@@ -105,6 +104,7 @@ struct Fa2Forward {
     using Softmax = OnlineSoftmax<Config::kRowsPerWarp>;
     using QOperand = ACached<AFromRows<QTile>, Config::kRowsPerWarp, Config::kQRegisterCols>;
     static constexpr bool kGeneral = Config::kGeneral;
+    static constexpr bool kUnaligned = contains(Config::kOptions, OptionSet::kUnaligned);
 
     const ForwardParams& params;
     int head;
@@ -114,8 +114,8 @@ struct Fa2Forward {
     int warp_row;     // the warp's first row within the Q tile
     uint32_t sQ;
     KVPipeline pipeline;
-    TileCursor<KTile, Config::kThreads, kGeneral, Element> k_cursor;
-    TileCursor<VTile, Config::kThreads, kGeneral, Element> v_cursor;
+    TileCursor<KTile, Config::kThreads, kUnaligned, Element> k_cursor;
+    TileCursor<VTile, Config::kThreads, kUnaligned, Element> v_cursor;
 
     __device__ __forceinline__ Fa2Forward(const ForwardParams& p, const TileCoord& tile_coord)
         : params(p),
@@ -174,7 +174,7 @@ struct Fa2Forward {
         const auto gQ =
             global_tile<const Element>(params.q, sequence.batch, sequence.q_begin + first_query,
                                        head, sequence.seqlen_q - first_query, params.head_dim);
-        load_tile<QTile, Config::kThreads, kGeneral>(sQ, gQ, params.aligned);
+        load_tile<QTile, Config::kThreads, kUnaligned>(sQ, gQ, params.aligned);
     }
 
     // From here on, each load_k or load_v loads the tile of the index before the last one.
@@ -200,7 +200,7 @@ struct Fa2Forward {
                                          params.head_dim_v, params.aligned, kv_tiles.distance(i));
     }
     __device__ __forceinline__ void commit(uint32_t stage) const {
-        pipeline.producer_commit(stage, !kGeneral || params.aligned);
+        pipeline.producer_commit(stage, !kUnaligned || params.aligned);
     }
 
     // S = Q K^T, masked.
@@ -215,15 +215,15 @@ struct Fa2Forward {
         const Interval keys = tile_interval(kv_tile, Config::kBlockKV);
         const int first_row = cta.first_query + warp_row;
         if constexpr (kGeneral)
-            ScoreFunction<Element, Rows::kQueries>{params, cta.sequence, cta.head}.apply(
-                rS, first_row, keys.begin);
+            ScoreFunction<Element, Rows::kQueries, Config::kOptions>{params, cta.sequence, cta.head}
+                .apply(rS, first_row, keys.begin);
         if (!cta.mask.is_full(queries, keys)) {
             mask_scores(rS, keys.begin,
                         [&](int row) { return cta.mask.key_range(first_row + row); });
         }
     }
 
-    // The general kernel scales the scores before it masks them; the others inside the exponent.
+    // A kernel that changes scores scales them before it masks them; the others in the exponent.
     __device__ __forceinline__ auto exponent_scale() const {
         if constexpr (kGeneral) {
             return Unscaled{};
@@ -236,7 +236,7 @@ struct Fa2Forward {
     __device__ __forceinline__ void exponentiate(Scores& rS, Output& rO, Softmax& softmax,
                                                  int kv_tile) const {
         softmax.update(rS, rO, exponent_scale());
-        if constexpr (kGeneral) {
+        if constexpr (contains(Config::kOptions, OptionSet::kDropout)) {
             if (params.rng_state != nullptr) {
                 for_each_keep<Scores>(dropout_mask(params, sequence, head), first_query + warp_row,
                                       kv_tile * Config::kBlockKV,
@@ -255,40 +255,34 @@ struct Fa2Forward {
     }
 
     // O / l to HBM, through the warp's own rows of the Q tile, and the logsumexp; or those of a
-    // split of the keys, straight from registers. Returns whether rows of this lane are marked.
-    __device__ __forceinline__ bool store(Output& rO, const Softmax& softmax) const {
+    // split of the keys, straight from registers.
+    __device__ __forceinline__ void store(Output& rO, const Softmax& softmax) const {
         const int first_row = first_query + warp_row;
         const int64_t statistics = statistics_offset(params, sequence, head);
         const bool is_split = has_splits(params);
         const int64_t first = statistics + (is_split ? split() * statistics_rows(params) : 0);
         // One pointer for both, which saves registers.
         float* target = is_split ? &params.statistics_partial[first].max : params.lse + first;
-        bool marked = false;
 #pragma unroll
         for (int m = 0; m < Output::kM; ++m)
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 float factor = softmax.inverse_sum(m, i);
-                if constexpr (kGeneral) factor *= params.late_factor;
+                if constexpr (contains(Config::kOptions, OptionSet::kDropout))
+                    factor *= params.late_factor;
 #pragma unroll
                 for (int n = 0; n < Output::kN; ++n) {
                     rO.v[m][n][2 * i] *= factor;
                     rO.v[m][n][2 * i + 1] *= factor;
                 }
-                const float lse = softmax.lse(m, i, exponent_scale());
-                float statistic = is_split ? softmax.row_max[m][i] : lse;
-                if (!kGeneral && !is_split && needs_recomputing(softmax.row_max[m][i], lse))
-                    [[unlikely]] {
-                    statistic = mark_of(0);
-                    marked = true;
-                }
+                const float lse = softmax.lse(m, i);
                 const int row = first_row + 16 * m + lane_row() + 8 * i;
                 if (lane_col() != 0 || row >= sequence.seqlen_q) continue;
                 if (is_split) {
-                    target[2 * row] = statistic;
+                    target[2 * row] = softmax.row_max[m][i];
                     target[2 * row + 1] = softmax.row_sum[m][i];
                 } else {
-                    target[row] = statistic;
+                    target[row] = lse;
                 }
             }
         if (is_split) {
@@ -296,7 +290,7 @@ struct Fa2Forward {
                 const int query = first_row + row;
                 return query < sequence.seqlen_q ? first + query : -1;
             });
-            return false;
+            return;
         }
         __syncwarp();  // the warp has read its rows of Q
         store_to_shared<Element, OTile>(sQ, rO, warp_row, 0, params.element_type);
@@ -304,8 +298,7 @@ struct Fa2Forward {
         const auto gO =
             global_tile<Element>(params.out, sequence.batch, sequence.q_begin + first_row, head,
                                  sequence.seqlen_q - first_row, params.head_dim_v);
-        store_tile<OTile, 32, Config::kRowsPerWarp, kGeneral>(gO, sQ, warp_row, params.aligned);
-        return marked;
+        store_tile<OTile, 32, Config::kRowsPerWarp, kUnaligned>(gO, sQ, warp_row, params.aligned);
     }
 
  private:
@@ -361,7 +354,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     rO.clear();
     typename Kernel::Softmax softmax;
     if (params.sink != nullptr && cta.split() == 0 && cta.sequence.is_owned(params))
-        softmax.begin_with(params.sink[cta.head] * kLog2e / cta.exponent_scale());
+        softmax.begin_with(params.sink[cta.head] * kLog2e);
     typename Kernel::QOperand q(AFromRows<typename Config::QTile>(cta.sQ, cta.warp_row));
     q.fetch();
 
@@ -382,59 +375,38 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     }
 
     softmax.finish();
-    const bool marked = Kernel::from_shared(params).store(rO, softmax);
-    if constexpr (!Config::kGeneral) {
-        if (!__any_sync(0xffffffff, marked)) [[likely]]
-            return;
-        const Kernel stored = Kernel::from_shared(params);
-#pragma unroll 1
-        for (int row = 0; row < Config::kRowsPerWarp; row += 16)
-            recompute_marked<typename Config::Element>(
-                params, stored.sequence.batch * params.heads_q + stored.head,
-                stored.sequence.q_begin + stored.first_query + stored.warp_row + row,
-                min_of(stored.sequence.seqlen_q - (stored.first_query + stored.warp_row + row), 16),
-                0);
-    }
+    Kernel::from_shared(params).store(rO, softmax);
 }
 
-template <class Element, int kHeadDim, int kHeadDimV, Features kFeatures>
-using Fa2ForwardConfig = ForwardConfig<Element, kHeadDim, kHeadDimV, kFeatures,
-                                       tuning::fa2_forward({kHeadDim, kHeadDimV}, kFeatures)>;
-template <class Element, int kHeadDim, int kHeadDimV, Features kFeatures>
-using SmallFa2ForwardConfig =
-    ForwardConfig<Element, kHeadDim, kHeadDimV, kFeatures,
-                  tuning::small_fa2_forward({kHeadDim, kHeadDimV}, kFeatures)>;
+template <class Element, int kHeadDim, int kHeadDimV, OptionSet kOptions, bool kLessMemory>
+using Fa2ForwardConfig =
+    ForwardConfig<Element, kHeadDim, kHeadDimV, kOptions,
+                  tuning::fa2_forward({kHeadDim, kHeadDimV}, kOptions, kLessMemory)>;
 
 template <int kHeadDim, int kHeadDimV>
 int fa2_forward_shared_bytes() {
-    const auto bytes = [](auto features) {
-        return SmallFa2ForwardConfig<__half, kHeadDim, kHeadDimV, features.value>::kSharedBytes;
-    };
-    return largest_of_forms<Features::kPlain, Features::kVarlen, Features::kGeneral>(bytes);
+    constexpr OptionSets kSets = row_of(tuning::kFa2Forward, {kHeadDim, kHeadDimV}).options;
+    return largest_of<kSets>([](auto options) {
+        return Fa2ForwardConfig<__half, kHeadDim, kHeadDimV, options.value, true>::kSharedBytes;
+    });
 }
 
 template <int kHeadDim, int kHeadDimV>
 cudaError_t fa2_forward(const ForwardParams& params, const ForwardKernel& kernel,
                         cudaStream_t stream) {
-    const auto launch = [&](auto element, auto features) {
-        if constexpr (features >= tuning::least_fa2_form({kHeadDim, kHeadDimV})) {
-            using Element =
-                std::conditional_t<features == Features::kGeneral, AnyHalf, decltype(element)>;
-            using Large = Fa2ForwardConfig<Element, kHeadDim, kHeadDimV, features>;
-            using Small = SmallFa2ForwardConfig<Element, kHeadDim, kHeadDimV, features>;
-            static_assert(Large::kCtasPerSm == Small::kCtasPerSm);  // the plan has one schedule
-            return launch_fitting<Large, Small>([&](auto config) {
-                using Config = decltype(config);
-                return launch_kernel<fa2_forward_kernel<Config>>(
-                    cta_count(params.schedule), Config::kThreads, Config::kSharedBytes, params,
-                    stream);
-            });
-        } else {
-            return kNoKernel;
-        }
-    };
-    return dispatch_kernel<Features::kPlain, Features::kVarlen, Features::kGeneral>(
-        params.element_type, kernel.form, launch);
+    constexpr OptionSets kSets = row_of(tuning::kFa2Forward, {kHeadDim, kHeadDimV}).options;
+    return dispatch_kernel<kSets>(params, kernel, [&](auto given, auto options) {
+        // One kernel serves both types: calls with options are rare, and its branches cheap.
+        using Element = std::conditional_t<changes_scores(options.value), AnyHalf, decltype(given)>;
+        using Large = Fa2ForwardConfig<Element, kHeadDim, kHeadDimV, options.value, false>;
+        using Small = Fa2ForwardConfig<Element, kHeadDim, kHeadDimV, options.value, true>;
+        static_assert(Large::kCtasPerSm == Small::kCtasPerSm);  // the plan has one schedule
+        return launch_fitting<Large, Small>([&](auto config) {
+            using Config = decltype(config);
+            return launch_kernel<fa2_forward_kernel<Config>>(
+                cta_count(params.schedule), Config::kThreads, Config::kSharedBytes, params, stream);
+        });
+    });
 }
 
 }  // namespace flash_ext

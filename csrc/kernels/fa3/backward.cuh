@@ -104,7 +104,7 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
         return ptx::shared_address(storage.ds[stage]);
     }
     __device__ __forceinline__ void store_ds(const Operand& rdS, uint32_t stage) const {
-        const int lane = ptx::not_hoisted(threadIdx.x) % 32;  // registers are short at d 64
+        const uint32_t lane = threadIdx.x % 32;
         if constexpr (Config::kTuning.transpose_dq) {
             const uint32_t address = ds_tile(stage) + DSTile::offset(lane / 16 * 8 + lane % 8,
                                                                      warp_key / 8 + lane / 8 % 2);
@@ -130,15 +130,6 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
         return operand;
     }
 
-    // Lets the producer add this consumer's half of dQ. `stored`: is there any?
-    __device__ __forceinline__ void commit_dq(typename DQPipeline::State& c,
-                                              bool stored = true) const {
-        ptx::fence_proxy_async();
-        __syncwarp();
-        if (elected && stored) dq_pipeline(consumer).producer_commit(c);
-        if (stored) c.advance();
-    }
-
     // The state of a consumer's loops. Matrices are only referenced: as members they would make
     // the compiler treat the whole object as an array in most passes.
     struct State {
@@ -148,7 +139,7 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
         Operand& rdS;
         GradientK& rdK;
         GradientV& rdV;
-        DQ& rdQ;  // in the registers of S, if dq_takes_scores
+        DQ& rdQ;  // in the registers that tuning's dq_registers names
 
         WorkTileState tile{};
         PipelineState<1> kv{};                     // of K and V
@@ -166,15 +157,16 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
     struct Operands {
         const Fa3Backward& cta;
         int consumer = cta.consumer;
-        KMajor<KTile> k_rows{cta.k_pipeline.stages, consumer * 64};
-        KMajor<VTile> v_rows{cta.v_pipeline.stages, consumer * 64};
-        KMajor<QTile> q_rows{cta.q_pipeline.stages};
-        KMajor<DOTile> do_rows{cta.do_pipeline.stages};
+        KMajorBy32Bits<KTile> k_rows{cta.k_pipeline.stages, consumer * 64};
+        KMajorBy32Bits<VTile> v_rows{cta.v_pipeline.stages, consumer * 64};
+        KMajorBy32Bits<QTile> q_rows{cta.q_pipeline.stages};
+        KMajorBy32Bits<DOTile> do_rows{cta.do_pipeline.stages};
         MNMajor<QTile> q_columns{cta.q_pipeline.stages};
         MNMajor<DOTile> do_columns{cta.do_pipeline.stages};
         Statistics lse_rows{ptx::shared_address(cta.storage.lse)};  // if by_matmul
-        Statistics delta_rows{ptx::shared_address(cta.storage.delta)};
-        KMajor<DSTile> ds_rows{cta.ds_tile(0), Config::kTuning.transpose_dq ? 0 : consumer * 64};
+        Statistics delta_rows{ptx::shared_address(cta.storage.minus_delta)};
+        KMajorBy32Bits<DSTile> ds_rows{cta.ds_tile(0),
+                                       Config::kTuning.transpose_dq ? 0 : consumer * 64};
         MNMajor<DSTile> ds_columns{cta.ds_tile(0) + consumer * DSTile::kAtomBytes};
         MNMajor<KTile> k_columns{cta.k_pipeline.stages +
                                  (Config::kTuning.transpose_dq ? consumer : 0) *
@@ -201,8 +193,8 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
         } else {
             Scores& dp = s.rdP;
             for_each_with_query<Rows::kKeys, Scores>(
-                storage.delta[s.d.stage],
-                [&](int m, int n, int i, float delta) { dp.v[m][n][i] = -delta; });
+                storage.minus_delta[s.d.stage],
+                [&](int m, int n, int i, float minus_delta) { dp.v[m][n][i] = minus_delta; });
         }
         gemm_async<Element, Config::kHeadDimV>(
             s.rdP, x.v_rows, in_stage<DOTile::kBytes>(x.do_rows, s.d.stage), true);
@@ -231,7 +223,6 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
 
     // This consumer's half of dQ = dS K.
     __device__ __forceinline__ void issue_dq(State& s, const Operands& x) const {
-        dq_pipeline(consumer).producer_acquire(s.dq);
         if constexpr (Config::kTuning.transpose_dq) {
             gemm_async<Element, Config::kBlockKV>(s.rdQ, x.k_columns,
                                                   in_stage<DSTile::kBytes>(x.ds_rows, s.ds), false);
@@ -241,7 +232,7 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
         }
     }
 
-    __device__ __forceinline__ WarpScores<Element, Rows::kKeys, Config::kGeneral> warp_scores(
+    __device__ __forceinline__ WarpScores<Element, Rows::kKeys, Config::kOptions> warp_scores(
         const KeyTile& tile, const QTilePosition& at, int col = 0) const {
         return {params, tile.sequence, at.head, tile.first_key + warp_key,
                 tile.q_tiles.tile(at.i) * Config::kBlockQ + col};
@@ -258,14 +249,15 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
     __device__ __forceinline__ void softmax_gradient(State& s, const KeyTile& tile) const {
         const auto& lse = storage.lse[s.q.stage];
         using Piece = RegisterTile<16, 8>;  // ptxas 13.0: wider ones serialize wgmma at d 64
-        const bool softcap = Config::kGeneral && params.softcap != 0.f;
+        const bool softcap =
+            contains(Config::kOptions, OptionSet::kSoftcap) && params.softcap != 0.f;
 #pragma unroll
         for (int n = 0; n < Scores::kN; ++n) {
             const auto& p = reinterpret_cast<const Piece&>(s.rS.v[0][n]);
             auto& ds = reinterpret_cast<Piece&>(s.rdP.v[0][n]);
 #pragma unroll
             for (int i = 0; i < 4; ++i) ds.v[0][0][i] *= p.v[0][0][i];
-            if constexpr (Config::kGeneral)
+            if constexpr (contains(Config::kOptions, OptionSet::kSoftcap))
                 if (softcap)
                     warp_scores(tile, s.at, 8 * n).softcap_gradient(ds, p, [&](int col) -> float {
                         return lse[8 * n + col];
@@ -273,6 +265,24 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
             round_piece<Element>(s.rP, p, n);
             round_piece<Element>(s.rdS, ds, n);
         }
+    }
+
+    // This consumer's half of dQ, to shared memory; then the producer adds it. `stored`: is there
+    // any?
+    __device__ __forceinline__ void store_dq(const State& s, bool exists = true) const {
+        dq_pipeline(consumer).producer_acquire(s.dq);
+        if (exists) DQTile::store(storage.dq[consumer].bytes[s.dq.stage], s.rdQ, consumer);
+    }
+    __device__ __forceinline__ void commit_dq(State& s, bool stored = true) const {
+        ptx::fence_proxy_async();
+        __syncwarp();
+        if (elected && stored) dq_pipeline(consumer).producer_commit(s.dq);
+        if (stored) s.dq.advance();
+    }
+    // dQ of the iteration before, of which the first has none.
+    __device__ __forceinline__ void store_late_dq(State& s) const {
+        if (Config::kTuning.late_dq()) store_dq(s, s.accumulate);
+        commit_dq(s, s.accumulate);
     }
 
     // Both consumers wait until both have written dS and completed the dQ of the iteration before.
@@ -315,7 +325,7 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
         Order::wait(consumer);
         issue_s(s, x);
         issue_dv_dk(s, x);
-        if (Config::kTuning.late_fences()) commit_dq(s.dq, s.accumulate);
+        if (Config::kTuning.late_fences()) store_late_dq(s);
         s.accumulate = true;
         finish_dv_dk(s);
         warpgroup_fence(s.rS);
@@ -332,8 +342,8 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
         finish(s.rdQ);
         next_ds(s);
         commit_ds(s);
-        DQTile::store(storage.dq[consumer].bytes[s.dq.stage], s.rdQ, consumer);
-        if (!Config::kTuning.late_fences()) commit_dq(s.dq);
+        if (!Config::kTuning.late_dq()) store_dq(s);
+        if (!Config::kTuning.late_fences()) commit_dq(s);
     }
 
     // dV, dK and dQ of the last Q tile, and the results.
@@ -341,7 +351,7 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
                                                 const KeyTile& tile) const {
         v_pipeline.consumer_release(s.kv);
         issue_dv_dk(s, x);
-        if (Config::kTuning.late_fences()) commit_dq(s.dq, s.accumulate);
+        if (Config::kTuning.late_fences()) store_late_dq(s);
         wait_ds(s);
         issue_dq(s, x);
         finish_dv_dk(s);
@@ -350,8 +360,8 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
         k_pipeline.consumer_release(s.kv);
         s.q.advance();
         s.d.advance();
-        DQTile::store(storage.dq[consumer].bytes[s.dq.stage], s.rdQ, consumer);
-        commit_dq(s.dq);
+        store_dq(s);
+        commit_dq(s);
         s.rdK.scale(params.scale);
         store_gradient(params, gradient_rows<Element>(params.dv, tile, warp_key, params.head_dim_v),
                        s.rdV);
@@ -377,7 +387,9 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
         GradientK rdK;
         GradientV rdV;
         DQ own_rdQ;
-        DQ& rdQ = Config::kTuning.dq_takes_scores ? reinterpret_cast<DQ&>(rS) : own_rdQ;
+        DQ& rdQ = Config::kTuning.dq_registers == tuning::kOfS    ? reinterpret_cast<DQ&>(rS)
+                  : Config::kTuning.dq_registers == tuning::kOfDP ? reinterpret_cast<DQ&>(rdP)
+                                                                  : own_rdQ;
         State s{rS, rdP, rP, rdS, rdK, rdV, rdQ};
         // Ping-pong: a consumer starts its iteration after the other has started dP.
         if (consumer == 1) Order::signal_next(consumer);  // consumer 0 starts
@@ -408,8 +420,7 @@ cudaError_t launch_fa3_backward(const BackwardParams& call, const BackwardKernel
                                 cudaStream_t stream) {
     Fa3BackwardParams params{{with_parts_as_heads(call)}, kernel.lead};
     cudaError_t status = params.encode<Config>();
-    if (status == cudaSuccess)
-        status = backward_preprocess(params, Config::kBlockQ, Config::kGeneral, stream);
+    if (status == cudaSuccess) status = backward_preprocess(params, Config::kBlockQ, stream);
     if (status == cudaSuccess)
         status = launch_fa3<Fa3Backward<Config>>(params, cta_count(params.schedule), kernel.sms,
                                                  stream, {.pdl = true});
@@ -421,17 +432,16 @@ cudaError_t launch_fa3_backward(const BackwardParams& call, const BackwardKernel
 template <int kHeadDim, int kHeadDimV>
 cudaError_t fa3_backward(const BackwardParams& params, const BackwardKernel& kernel,
                          cudaStream_t stream) {
-    const auto launch = [&](auto element, auto features) {
+    constexpr OptionSets kSets = row_of(tuning::kFa3Backward, {kHeadDim, kHeadDimV}).options;
+    return dispatch_kernel<kSets>(params, kernel, [&](auto element, auto options) {
         return dispatch<false, true>(kernel.many_queries, [&](auto many) {
             constexpr tuning::Fa3Backward kTuning =
-                tuning::fa3_backward({kHeadDim, kHeadDimV}, features.value, many);
+                tuning::fa3_backward({kHeadDim, kHeadDimV}, options.value, many);
             using Config =
-                Fa3BackwardConfig<decltype(element), kHeadDim, kHeadDimV, features.value, kTuning>;
+                Fa3BackwardConfig<decltype(element), kHeadDim, kHeadDimV, options.value, kTuning>;
             return launch_fa3_backward<Config>(params, kernel, stream);
         });
-    };
-    return dispatch_kernel<Features::kVarlen, Features::kGeneral>(params.element_type, kernel.form,
-                                                                  launch);
+    });
 }
 
 }  // namespace flash_ext

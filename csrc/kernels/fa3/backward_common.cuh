@@ -87,7 +87,7 @@ __device__ __forceinline__ void round_piece(Operand& operand, const RegisterTile
 
 // The scores of a warp's 16 rows and a tile of the other operand, from position first_row and
 // first_col of the sequence on. Rows are keys, or queries in backward_dq.cuh.
-template <class Element, Rows kRows, bool kGeneral>
+template <class Element, Rows kRows, OptionSet kOptions>
 struct WarpScores {
     const BackwardParams& params;
     const Sequence& sequence;
@@ -95,14 +95,14 @@ struct WarpScores {
     int first_row;
     int first_col;
 
-    using Function = ScoreFunction<Element, kRows, false>;
+    using Function = ScoreFunction<Element, kRows, kOptions>;
 
     // From S to P, with lse of each query. With StatisticsRows, lse / scale has been subtracted by
     // a matmul. masked: do the scores need the mask? If large_lse, they count as masked.
     template <class Scores, class Statistic>
     __device__ __forceinline__ void probabilities(Scores& s, const Statistic* lse, bool masked,
                                                   bool large_lse) const {
-        if constexpr (kGeneral) {
+        if constexpr (changes_scores(kOptions)) {
             // In pieces of 32 columns, since softcap takes registers.
             using Piece = RegisterTile<16, 32>;
 #pragma unroll
@@ -118,8 +118,8 @@ struct WarpScores {
                                        kByMatmul ? params.lse_log2 + row : nullptr,
                                        params.scale_log2);
         };
-        // ptxas 13.0: the general form has no registers for references beside the mask.
-        constexpr bool kReferencesLast = kGeneral && kRows == Rows::kKeys;
+        // ptxas 13.0: with options there are no registers for references beside the mask.
+        constexpr bool kReferencesLast = changes_scores(kOptions) && kRows == Rows::kKeys;
         if (masked) [[unlikely]] {
             if (!kReferencesLast && large_lse) [[unlikely]]
                 subtract();
@@ -134,7 +134,7 @@ struct WarpScores {
         if constexpr (kByMatmul) {
             exponentiate(s, params.scale_log2);
         } else {
-            exponentiate<kRows>(s, lse, kGeneral ? 1.f : params.scale_log2);
+            exponentiate<kRows>(s, lse, changes_scores(kOptions) ? 1.f : params.scale_log2);
         }
     }
 

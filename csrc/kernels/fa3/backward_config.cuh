@@ -36,7 +36,7 @@ struct Fa3DQTile {
     static constexpr int kBlockQ = kBlockQ_;
     static constexpr int kThreads = 256;
     static constexpr bool kMayBeVarlen = true;
-    static constexpr bool kGeneral = false;  // rows are aligned
+    static constexpr bool kUnaligned = false;
     static_assert(kTranspose ? kHeadDim > 64 : kBlockQ == 128);
 
     // The consumers' warps that have rows.
@@ -134,7 +134,7 @@ struct Fa3DQTile {
     // might never reach its count.
     static __device__ __forceinline__ void wait_for_sum(const BackwardParams& params,
                                                         const Sequence& sequence, int head) {
-        constexpr int kBlockKV = tuning::fa3_backward_block_kv({kHeadDim, kHeadDim});
+        constexpr int kBlockKV = tuning::kFa3BackwardBlockKV;
         const bool varlen = params.cu_seqlens_q != nullptr;
         if (varlen || blockIdx.x == gridDim.x - 1) ptx::wait_for_grid_before();
         if (!varlen && threadIdx.x == 0) {
@@ -152,21 +152,21 @@ struct Fa3BackwardParams : Fa3BackwardMaps {
     int lead;
 };
 
-template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures,
+template <class Element_, int kHeadDim_, int kHeadDimV_, OptionSet kOptions_,
           tuning::Fa3Backward kTuning_>
 struct Fa3BackwardConfig {
     using Element = Element_;
     using Params = Fa3BackwardParams;
     static constexpr tuning::Fa3Backward kTuning = kTuning_;
-    static constexpr bool kGeneral = kFeatures == Features::kGeneral;
+    static constexpr OptionSet kOptions = kOptions_;
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kHeadDimV = kHeadDimV_;
     static constexpr int kConsumers = 2;
     static constexpr int kThreads = (kConsumers + 1) * 128;
     static constexpr int kBlockQ = kTuning.block_q;
-    static constexpr int kBlockKV = tuning::fa3_backward_block_kv({kHeadDim, kHeadDimV});
+    static constexpr int kBlockKV = tuning::kFa3BackwardBlockKV;
     static_assert(kBlockKV == 64 * kConsumers);
-    static_assert(!(kTuning.by_matmul() && kGeneral));
+    static_assert(!(kTuning.by_matmul() && changes_scores(kOptions)));
     using Statistic = std::conditional_t<kTuning.by_matmul(), StatisticsRow, float>;
     static constexpr int kProducerRegisters = 24;
     static constexpr int kConsumerRegisters = 240;
@@ -195,7 +195,7 @@ struct Fa3BackwardConfig {
         char ds[2][DSTile::kBytes];
         // Not last: compute-sanitizer takes a RowNumbers operand for twice as long as it is.
         Statistic lse[QPipeline::kStages][kBlockQ];
-        Statistic delta[DOPipeline::kStages][kBlockQ];
+        Statistic minus_delta[DOPipeline::kStages][kBlockQ];
         typename DQPipeline::Stages dq[kConsumers];
         typename QPipeline::Barriers q_barriers;
         typename DOPipeline::Barriers do_barriers;

@@ -107,13 +107,11 @@ struct Fa3BackwardStoringParams : Fa3BackwardWideParams {
     DSWorkspace ds_workspace;
 };
 
-template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures, int kPairs_,
-          bool kStoresDS_>
+template <class Element_, int kHeadDim_, int kHeadDimV_, OptionSet kOptions_, int kPairs_>
 struct Fa3BackwardDKDVConfig {
     using Element = Element_;
     using Params = Fa3BackwardStoringParams;
-    static constexpr bool kStoresDS = kStoresDS_;  // a general kernel decides for each call
-    static constexpr bool kGeneral = kFeatures == Features::kGeneral;
+    static constexpr OptionSet kOptions = kOptions_;
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kHeadDimV = kHeadDimV_;
     static constexpr int kPairs = kPairs_;
@@ -198,9 +196,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
         ptx::launch_dependents();
     }
 
-    __device__ __forceinline__ bool stores_ds() const {
-        return Config::kStoresDS && (!Config::kGeneral || params.ds_workspace.heads > 0);
-    }
+    __device__ __forceinline__ bool stores_ds() const { return params.ds_workspace.heads > 0; }
 
     // --- Producer ---
 
@@ -237,8 +233,8 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
                     const int stored = stored_rows<Config::kBlockQ>(s, row);
                     load<QTile>(at.q(), at.phase, params.q_map, q_rows, row, params.lse_log2,
                                 statistics, stored);
-                    load<DOTile>(at.dout(), at.phase, params.do_map, do_rows, row, params.delta,
-                                 statistics, stored);
+                    load<DOTile>(at.dout(), at.phase, params.do_map, do_rows, row,
+                                 params.minus_delta, statistics, stored);
                     at.advance();
                 }
             }
@@ -369,14 +365,14 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
     // lse, is a factor of P.
     __device__ __forceinline__ void compute_operand(DV& s) const {
         const KeyTile& tile = work_tiles[s.tile];
-        const WarpScores<Element, Rows::kKeys, Config::kGeneral> scores{
+        const WarpScores<Element, Rows::kKeys, Config::kOptions> scores{
             params, tile.sequence, s.at.head, tile.first_key + warp_key,
             s.q_tiles.tile(s.at.i) * Config::kBlockQ};
         const float* lse = storage.statistics[s.pool.q()];
         scores.probabilities(s.scores, lse, s.at.i < s.full.begin || s.at.i >= s.full.end,
                              tile.large_lse);
         Scores p = s.scores;
-        if (Config::kGeneral && params.softcap != 0.f)
+        if (contains(Config::kOptions, OptionSet::kSoftcap) && params.softcap != 0.f)
             scores.softcap_gradient(p, s.scores, [&](int col) { return lse[col]; });
         p_pipeline.producer_acquire(s.p);
 #pragma unroll
@@ -390,13 +386,13 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
     // dS^T = P^T * (dP^T - delta), with P^T in shared memory.
     __device__ __forceinline__ void compute_operand(DK& s) const {
         p_pipeline.consumer_wait(s.p);
-        const float* delta = storage.statistics[s.pool.dout()];
+        const float* minus_delta = storage.statistics[s.pool.dout()];
 #pragma unroll
         for (int n = 0; n < Scores::kN; ++n) {
             RegisterTile<16, 8> p;
             ptx::ld_shared_v4(p.v[0][0], p_address(s.p, n));
             auto& ds = reinterpret_cast<RegisterTile<16, 8>&>(s.scores.v[0][n]);
-            softmax_gradient<Rows::kKeys>(ds, p, delta + 8 * n);
+            softmax_gradient<Rows::kKeys>(ds, p, minus_delta + 8 * n);
             round_piece<Element>(s.operand, ds, n);
         }
         p_pipeline.consumer_release(s.p);

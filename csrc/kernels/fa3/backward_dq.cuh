@@ -50,12 +50,12 @@
 
 namespace flash_ext {
 
-template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures,
-          tuning::Fa3BackwardWide kTuning>
+template <class Element_, int kHeadDim_, int kHeadDimV_, OptionSet kOptions_>
 struct Fa3BackwardDQConfig {
     using Element = Element_;
     using Params = Fa3BackwardWideParams;
-    static constexpr bool kGeneral = kFeatures == Features::kGeneral;
+    static constexpr OptionSet kOptions = kOptions_;
+    static constexpr auto kTuning = tuning::fa3_backward_wide({kHeadDim_, kHeadDimV_});
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kHeadDimV = kHeadDimV_;
     static constexpr int kConsumers = 2;
@@ -85,7 +85,7 @@ struct Fa3BackwardDQConfig {
         typename KPipeline::Stages k;
         typename VPipeline::Stages v;
         float lse[kConsumers][64];
-        float delta[kConsumers][64];
+        float minus_delta[kConsumers][64];
         typename QPipeline::Barriers q_barriers[kConsumers];
         typename DOPipeline::Barriers do_barriers[kConsumers];
         typename KPipeline::Barriers k_barriers;
@@ -214,7 +214,7 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
                         .load(pipeline.full(d));
                 };
                 load(storage.lse[i], params.lse_log2);
-                load(storage.delta[i], params.delta);
+                load(storage.minus_delta[i], params.minus_delta);
             }
             phase ^= 1;
         });
@@ -324,7 +324,7 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
         gemm_async<Element, Config::kBlockKV>(s.rdQ, s.rdS, k_columns, s.accumulate);
     }
 
-    __device__ __forceinline__ WarpScores<Element, Rows::kQueries, Config::kGeneral> warp_scores(
+    __device__ __forceinline__ WarpScores<Element, Rows::kQueries, Config::kOptions> warp_scores(
         const State& s) const {
         const QueryTile& tile = work_tiles[s.tile];
         return {params, tile.sequence, tile.head, tile.first_query + warp_row(),
@@ -348,8 +348,8 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
     __device__ __forceinline__ void gradient_of_scores(State& s) const {
         finish(s.rdP);
         release_and_advance(v_pipeline, s.v);
-        softmax_gradient<Rows::kQueries>(s.rdP, s.rS, storage.delta[0] + warp_row());
-        if (Config::kGeneral && params.softcap != 0.f)
+        softmax_gradient<Rows::kQueries>(s.rdP, s.rS, storage.minus_delta[0] + warp_row());
+        if (contains(Config::kOptions, OptionSet::kSoftcap) && params.softcap != 0.f)
             warp_scores(s).softcap_gradient(
                 s.rdP, s.rS, [&](int row) { return storage.lse[0][warp_row() + row]; });
         s.rdS.template round<Element>(s.rdP);

@@ -137,12 +137,13 @@ struct Fa3BackwardProducers : Fa3Cta<Config_> {
             for_each_q_tile(tile, [&](int head, int row_group, int first_row, bool last) {
                 if (kAllowsFetch && last) work_tiles.allow_fetch();
                 const Sequence& s = tile.sequence;
+                // Here, not between the wait for the stage and the loads, for which matmuls wait.
+                const int stored = ptx::not_hoisted(stored_rows<Config::kBlockQ>(s, first_row));
                 load_tile<Tile>(
                     pipeline, state, map, this->query_rows(view, s, head), first_row, [&] {
                         return RowStatisticsLoad<Statistic, Config::kBlockQ>{
                             rows[state.stage], source + int64_t{row_group} * kWorkspaceRows,
-                            source + params.padding_row,
-                            stored_rows<Config::kBlockQ>(s, first_row)};
+                            source + params.padding_row, stored};
                     });
                 state.advance();
             });
@@ -231,9 +232,9 @@ struct Fa3BackwardProducers : Fa3Cta<Config_> {
                 return produce_queries<QTile, true>(q_pipeline, params.q_map, params.q, storage.lse,
                                                     statistics(params.lse_log2, params.lse_rows));
             case 1:
-                return produce_queries<DOTile, false>(do_pipeline, params.do_map, params.dout,
-                                                      storage.delta,
-                                                      statistics(params.delta, params.delta_rows));
+                return produce_queries<DOTile, false>(
+                    do_pipeline, params.do_map, params.dout, storage.minus_delta,
+                    statistics(params.minus_delta, params.delta_rows));
             case 2:
                 return add_dq();
             case 3:

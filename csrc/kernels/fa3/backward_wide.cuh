@@ -17,17 +17,14 @@
 
 namespace flash_ext {
 
-template <class Element, int kHeadDim, int kHeadDimV, Features kFeatures>
+template <class Element, int kHeadDim, int kHeadDimV, OptionSet kOptions>
 cudaError_t launch_fa3_backward_wide(const BackwardParams& params, const BackwardKernel& kernel,
                                      cudaStream_t stream) {
     constexpr tuning::Fa3BackwardWide kTuning = tuning::fa3_backward_wide({kHeadDim, kHeadDimV});
-    using DKDV = Fa3BackwardDKDVConfig<Element, kHeadDim, kHeadDimV, kFeatures, kTuning.pool_pairs,
-                                       kFeatures == Features::kGeneral>;
-    using DKDVStoringDS =
-        Fa3BackwardDKDVConfig<Element, kHeadDim, kHeadDimV, kFeatures, kTuning.pool_pairs, true>;
+    using DKDV = Fa3BackwardDKDVConfig<Element, kHeadDim, kHeadDimV, kOptions, kTuning.pool_pairs>;
     using DQGemm = Fa3BackwardDQGemmConfig<Element, kHeadDim, kTuning.dq_gemm_stages>;
-    using DQ = Fa3BackwardDQConfig<Element, kHeadDim, kHeadDimV, kFeatures, kTuning>;
-    cudaError_t status = backward_preprocess(params, DKDV::kBlockQ, DKDV::kGeneral, stream);
+    using DQ = Fa3BackwardDQConfig<Element, kHeadDim, kHeadDimV, kOptions>;
+    cudaError_t status = backward_preprocess(params, DKDV::kBlockQ, stream);
     const int heads = kernel.ds_heads > 0 ? params.heads_k * params.batch : 0;
     for (int head = 0; head < heads && status == cudaSuccess; head += kernel.ds_heads) {
         const bool whole = head + kernel.ds_heads <= heads;
@@ -35,8 +32,8 @@ cudaError_t launch_fa3_backward_wide(const BackwardParams& params, const Backwar
         const DSWorkspace ds_workspace{static_cast<char*>(kernel.ds), head,
                                        whole ? kernel.ds_heads : heads - head,
                                        DSWorkspaceTiles(params)};
-        status = launch_fa3_backward_dkdv<DKDVStoringDS>(params, ds_workspace, schedules.keys,
-                                                         kernel.sms, stream);
+        status = launch_fa3_backward_dkdv<DKDV>(params, ds_workspace, schedules.keys, kernel.sms,
+                                                stream);
         if (status == cudaSuccess)
             status = launch_fa3_backward_dq_gemm<DQGemm>(params, ds_workspace, schedules.queries,
                                                          kernel.sms, stream);
@@ -50,11 +47,11 @@ cudaError_t launch_fa3_backward_wide(const BackwardParams& params, const Backwar
 template <int kHeadDim, int kHeadDimV>
 cudaError_t fa3_backward_wide(const BackwardParams& params, const BackwardKernel& kernel,
                               cudaStream_t stream) {
-    return dispatch_kernel<Features::kVarlen, Features::kGeneral>(
-        params.element_type, kernel.form, [&](auto element, auto features) {
-            return launch_fa3_backward_wide<decltype(element), kHeadDim, kHeadDimV, features.value>(
-                with_parts_as_heads(params), kernel, stream);
-        });
+    constexpr OptionSets kSets = row_of(tuning::kFa3BackwardWide, {kHeadDim, kHeadDimV}).options;
+    return dispatch_kernel<kSets>(params, kernel, [&](auto element, auto options) {
+        return launch_fa3_backward_wide<decltype(element), kHeadDim, kHeadDimV, options.value>(
+            with_parts_as_heads(params), kernel, stream);
+    });
 }
 
 }  // namespace flash_ext

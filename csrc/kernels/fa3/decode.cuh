@@ -9,15 +9,12 @@
 // loop has no barrier, and a warp waits for nothing but its own loads. Then the results are
 // combined, as in combine.cuh,
 //
-//     m = max_p m_p,    l = sum_p 2^((m_p - m) scale) l_p,    O = sum_p 2^((m_p - m) scale) O_p / l
+//     m = max_p m_p,    l = sum_p 2^(m_p - m) l_p,    O = sum_p 2^(m_p - m) O_p / l
 //
 // over the warps through shared memory, and over the splits through distributed shared memory,
 // where each CTA takes a share of the elements. More splits than a cluster has are several
 // clusters: their results go through global memory, and of the CTAs with the same share the one
 // that is last combines them. So there is no second kernel.
-//
-// The exponent is (s - m) scale, two operations where the other kernels take one FMA: no score is
-// too large for it (kLargeExponent), so no row has to be recomputed.
 #pragma once
 
 #include "kernels/common/launch.cuh"
@@ -80,7 +77,6 @@ struct Fa3DecodeConfig {
 
 struct Fa3DecodeParams : ForwardParams {
     unsigned long long epoch;  // of the counters
-    bool has_options;          // is its form the general one? One kernel serves all forms
     float exponent_scale;
 };
 
@@ -206,9 +202,7 @@ struct Fa3Decode {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const int row = 16 * m + lane_row() + 8 * i;
-                if (is_valid(row))
-                    softmax.begin_with(params.sink[head_of(row)] * kLog2e / params.exponent_scale,
-                                       m, i);
+                if (is_valid(row)) softmax.begin_with(params.sink[head_of(row)] * kLog2e, m, i);
             }
         return softmax;
     }
@@ -217,9 +211,9 @@ struct Fa3Decode {
     __device__ __forceinline__ void finish_scores(Scores& rS, const BandMask& mask,
                                                   int block) const {
         const Interval keys = tile_interval(block, Config::kKeys);
-        if (params.has_options) [[unlikely]]  // packed GQA has no ALiBi, which uses first_query
-            ScoreFunction<Element, Rows::kQueries, false>{params, sequence, head}.apply(
-                rS, first_query, keys.begin);
+        if (params.changes_scores) [[unlikely]]  // packed GQA has no ALiBi, which uses first_query
+            ScoreFunction<Element, Rows::kQueries, tuning::kFa3Scores>{params, sequence, head}
+                .apply(rS, first_query, keys.begin);
         if (!mask.is_full({first_query, first_query + queries()}, keys))
             mask_scores(rS, keys.begin, [&](int row) { return mask.key_range(query_of(row)); });
     }
@@ -255,7 +249,7 @@ struct Fa3Decode {
             __syncwarp();  // all lanes have read K
             k_loads.next(stages[stage].k);
             finish_scores(rS, mask, block);
-            softmax.template update<true>(rS, rO, params.exponent_scale);
+            softmax.update(rS, rO, params.exponent_scale);
             ptx::cp_async_wait<kPending>();
             __syncwarp();
             gemm<Element, Config::kKeys>(rO, AFromRegisters<Element, Scores>{rS},
@@ -314,7 +308,7 @@ struct Fa3Decode {
         const float finite = finite_max(all.max);
 #pragma unroll
         for (int i = 0; i < kParts; ++i) {
-            const float weight = ptx::ex2((max[i] - finite) * params.exponent_scale);
+            const float weight = ptx::ex2(max[i] - finite);
             all.sum += weight * sum[i];
             all.out.x += weight * out[i].x;
             all.out.y += weight * out[i].y;
@@ -366,7 +360,7 @@ struct Fa3Decode {
         const int query = query_of(row);
         if (col == 0)
             params.lse[statistics_offset(params, sequence, head_of(row)) + query] =
-                log_sum_exp(all.max, all.sum, params.exponent_scale);
+                log_sum_exp(all.max, all.sum);
         if (col >= params.head_dim_v) return;  // a multiple of 8
         auto* target = row_pointer<Element>(params.out, sequence.batch, sequence.q_begin + query,
                                             head_of(row));
@@ -453,8 +447,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
 template <int kHeadDim, int kHeadDimV>
 cudaError_t fa3_decode(const ForwardParams& call, const ForwardKernel& kernel,
                        cudaStream_t stream) {
-    const Fa3DecodeParams params{call, launch_epoch(), kernel.form == Features::kGeneral,
-                                 exponent_scale(call)};
+    const Fa3DecodeParams params{call, launch_epoch(), exponent_scale(call)};
     using enum tuning::Fa3ForwardTile;
     return dispatch_element(params.element_type, [&](auto element) {
         return dispatch<kFewRows, kManyKeys, kManyRows>(kernel.tile, [&](auto tile) {

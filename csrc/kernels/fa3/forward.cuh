@@ -29,8 +29,7 @@
 // Consumers may start their matmuls alternately (ping-pong), so that the softmax of one runs beside
 // the matmuls of the other; in the other kernels they drift apart without it.
 //
-// Shared memory: pipelines of Q, K and V tiles; the work-tile pipeline (QueryTile); a flag per
-// consumer warp (recompute_rows.cuh).
+// Shared memory: pipelines of Q, K and V tiles; the work-tile pipeline (QueryTile).
 //
 //   barrier             arrivals per phase                   who waits
 //   full(Q, K, V)       1: its producer; and TMA's bytes     consumers, before the matmul
@@ -51,27 +50,21 @@
 #pragma once
 
 #include "kernels/common/optimistic_softmax.cuh"
-#include "kernels/common/recompute_rows.cuh"
 #include "kernels/fa3/forward_tiles.cuh"
 
 namespace flash_ext {
 
-template <class Element, int kHeadDim, int kHeadDimV, Features kFeatures,
-          tuning::Fa3Forward kTuning, bool kMayHaveSplits>
+template <class Element, int kHeadDim, int kHeadDimV, OptionSet kOptions,
+          tuning::Fa3Forward kTuning>
 struct Fa3ForwardConfig
-    : Fa3ForwardTileConfig<Element, Element, kHeadDim, kHeadDimV, kTuning, kMayHaveSplits> {
+    : Fa3ForwardTileConfig<Element, Element, kHeadDim, kHeadDimV, kOptions, kTuning> {
     using Tiles = typename Fa3ForwardConfig::Fa3ForwardTileConfig;
-    static constexpr bool kGeneral = kFeatures == Features::kGeneral;
-    static constexpr bool kScaledScores = kGeneral;  // before the softmax
+    static constexpr bool kScaledScores = changes_scores(kOptions);  // before the softmax
     // Does a consumer's softmax run beside its own P V? This takes two P. Four consumers have no
     // registers for that: the softmax of one runs beside the matmuls of the others.
     static constexpr bool kOverlap = Tiles::kConsumers < 4;
     static constexpr int kProducerRegisters = Tiles::kConsumers > 2 ? 32 : 40;
     static constexpr int kConsumerRegisters = Tiles::consumer_registers(kProducerRegisters);
-
-    struct SharedStorage : Tiles::SharedStorage {
-        int has_marked[Tiles::kConsumers * 4];  // of each warp: has it marked a row?
-    };
 };
 
 template <class Config>
@@ -153,7 +146,8 @@ struct Fa3Forward : Fa3ForwardTiles<Config> {
     // How often the code has an iteration with a mask. Twice, one for each P, its softmax may run
     // beside its P V, as without a mask. Once, the code is smaller and compiles faster, and it is
     // faster up to d 64 and with options. d 128 and 256 are up to 4 % faster with it twice.
-    static constexpr int kMaskedSteps = Config::kHeadDim % 128 == 0 && !Config::kGeneral ? 2 : 1;
+    static constexpr int kMaskedSteps =
+        Config::kHeadDim % 128 == 0 && !Config::kScaledScores ? 2 : 1;
 
     // Does an iteration test the barriers of the next one before its softmax, since a test takes
     // long? With four consumers and at d 128 and 256 that costs more than it saves.
@@ -212,28 +206,12 @@ struct Fa3Forward : Fa3ForwardTiles<Config> {
 
     // --- Results ---
 
-    // The index of this warp among all consumer warps of the grid.
-    __device__ __forceinline__ int warp_number() const {
-        return blockIdx.x * (Config::kConsumers * 4) + warp_row() / 16;
-    }
-    // Has this warp marked a row? It recomputes such rows at the end (recompute_rows.cuh).
-    __device__ __forceinline__ int& has_marked() const {
-        return storage.has_marked[warp_row() / 16];
-    }
-
     // Stores O / l and lse, or the results of a split.
     template <bool kLast = false>
     __device__ __forceinline__ void store(Output& rO, Softmax& softmax,
                                           const QueryTile& tile) const {
         this->normalize(rO, softmax);
-        const auto lse_of = [&](int i) {
-            float lse = softmax.lse(0, i, exponent_scale());
-            if (!Config::kGeneral && needs_recomputing(softmax.max(0, i), lse)) [[unlikely]] {
-                lse = mark_of(warp_number());
-                has_marked() = true;
-            }
-            return lse;
-        };
+        const auto lse_of = [&](int i) { return softmax.lse(0, i); };
         this->template store_tile<kLast>(rO, softmax, tile, lse_of,
                                          [](auto store_as) { store_as(Element{}); });
     }
@@ -288,7 +266,6 @@ struct Fa3Forward : Fa3ForwardTiles<Config> {
         constexpr int kNext = Config::kOverlap;  // P V reads one P while the other is written
         Probabilities rP[1 + kNext];
 
-        has_marked() = false;
         if constexpr (!Config::kPingPong) skip_empty_tiles(x);
         if (!this->find_tile(x)) return;
         begin_tile(x);
@@ -344,11 +321,6 @@ struct Fa3Forward : Fa3ForwardTiles<Config> {
         ptx::wgmma_wait<0>();
         warpgroup_fence(x.rO);
         store<true>(rO, softmax, work_tiles[x.output_tile]);
-        if constexpr (!Config::kGeneral) {
-            __syncwarp();
-            if (has_marked()) [[unlikely]]
-                recompute_all_marked<Element>(params, warp_number());
-        }
     }
 };
 
@@ -356,18 +328,15 @@ template <int kHeadDim, int kHeadDimV>
 cudaError_t fa3_forward(const ForwardParams& params, const ForwardKernel& kernel,
                         cudaStream_t stream) {
     using enum tuning::Fa3ForwardTile;
-    const auto launch = [&](auto element, auto features) {
-        return dispatch<kSplits, kFewQueries, kUsual, kLongKeys>(kernel.tile, [&](auto tile) {
-            constexpr bool kMayHaveSplits = tile == kSplits || features == Features::kGeneral;
+    constexpr OptionSets kSets = row_of(tuning::kFa3Forward, {kHeadDim, kHeadDimV}).options;
+    return dispatch_kernel<kSets>(params, kernel, [&](auto element, auto options) {
+        return dispatch<kFewQueries, kUsual, kLongKeys>(kernel.tile, [&](auto tile) {
             using Config =
-                Fa3ForwardConfig<decltype(element), kHeadDim, kHeadDimV, features.value,
-                                 tuning::fa3_forward({kHeadDim, kHeadDimV}, features.value, tile),
-                                 kMayHaveSplits>;
+                Fa3ForwardConfig<decltype(element), kHeadDim, kHeadDimV, options.value,
+                                 tuning::fa3_forward({kHeadDim, kHeadDimV}, options.value, tile)>;
             return launch_fa3_forward<Fa3Forward<Config>>(params, kernel.sms, stream);
         });
-    };
-    return dispatch_kernel<Features::kVarlen, Features::kGeneral>(params.element_type, kernel.form,
-                                                                  launch);
+    });
 }
 
 }  // namespace flash_ext

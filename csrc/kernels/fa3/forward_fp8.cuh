@@ -32,13 +32,12 @@
 
 namespace flash_ext {
 
-template <class QKElement, int kHeadDim, int kHeadDimV, tuning::Fa3Forward kTuning,
-          bool kMayHaveSplits>
+template <class QKElement, int kHeadDim, int kHeadDimV, OptionSet kOptions,
+          tuning::Fa3Forward kTuning>
 struct Fa3ForwardFp8Config
-    : Fa3ForwardTileConfig<Float8, QKElement, kHeadDim, kHeadDimV, kTuning, kMayHaveSplits> {
+    : Fa3ForwardTileConfig<Float8, QKElement, kHeadDim, kHeadDimV, kOptions, kTuning> {
     using Tiles = typename Fa3ForwardFp8Config::Fa3ForwardTileConfig;
     static_assert(Tiles::kPingPong);
-    static constexpr bool kGeneral = false;
     static constexpr bool kScaledScores = true;  // with the descales, in the softmax
     static constexpr bool kInt8 = std::is_same_v<QKElement, Int8>;
     static constexpr int kProducerRegisters = kTuning.transposer_registers;
@@ -383,7 +382,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
                                           const QueryTile& tile) const {
         this->normalize(rO, softmax);
         descale_output(rO, tile);
-        const auto lse_of = [&](int i) { return softmax.lse(0, i, this->exponent_scale()); };
+        const auto lse_of = [&](int i) { return softmax.lse(0, i); };
         this->template store_tile<kLast>(rO, softmax, tile, lse_of, [&](auto store_as) {
             if (params.out_type == ElementType::kFloat16) {
                 store_as(__half{});
@@ -492,19 +491,15 @@ cudaError_t fa3_forward_fp8(const ForwardParams& params, const ForwardKernel& ke
                             cudaStream_t stream) {
     using enum tuning::Fa3ForwardTile;
     using QKElement = std::conditional_t<kQKType == ElementType::kInt8, Int8, Float8>;
-    return dispatch<kSplits, kFewQueries, kUsual>(kernel.tile, [&](auto tile) {
-        constexpr tuning::Fa3Forward kTuning = tuning::fa3_forward_fp8({kHeadDim, kHeadDimV}, tile);
-        // At other head dims the plan names kUsual, or kSplits.
-        constexpr bool kExists =
-            tile != kFewQueries ||
-            kTuning.consumers != tuning::fa3_forward_fp8({kHeadDim, kHeadDimV}, kUsual).consumers;
-        if constexpr (kExists) {
+    constexpr OptionSets kSets = row_of(tuning::kFa3ForwardFp8, {kHeadDim, kHeadDimV}).options;
+    return dispatch_options<kSets>(kernel.options, [&](auto options) {
+        return dispatch<kFewQueries, kUsual>(kernel.tile, [&](auto tile) {
+            constexpr tuning::Fa3Forward kTuning =
+                tuning::fa3_forward_fp8({kHeadDim, kHeadDimV}, options.value, tile);
             using Config =
-                Fa3ForwardFp8Config<QKElement, kHeadDim, kHeadDimV, kTuning, tile == kSplits>;
+                Fa3ForwardFp8Config<QKElement, kHeadDim, kHeadDimV, options.value, kTuning>;
             return launch_fa3_forward<Fa3ForwardFp8<Config>>(params, kernel.sms, stream);
-        } else {
-            return kNoKernel;
-        }
+        });
     });
 }
 

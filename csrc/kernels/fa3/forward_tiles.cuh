@@ -36,15 +36,17 @@ FLASH_HOST_DEVICE TensorView with_heads_as_rows(const TensorView& q) {
     return {q.data, q.batch_stride, q.head_stride, q.row_stride};
 }
 
-// Element is V's, QKElement Q's and K's. kMayHaveSplits: and packed GQA.
-template <class Element_, class QKElement_, int kHeadDim_, int kHeadDimV_,
-          tuning::Fa3Forward kTuning, bool kMayHaveSplits_>
+// Element is V's, QKElement Q's and K's.
+template <class Element_, class QKElement_, int kHeadDim_, int kHeadDimV_, OptionSet kOptions_,
+          tuning::Fa3Forward kTuning>
 struct Fa3ForwardTileConfig {
     using Element = Element_;
     using QKElement = QKElement_;
     static_assert(sizeof(Element) == sizeof(QKElement));
     using Params = Fa3ForwardParams;
-    static constexpr bool kMayHaveSplits = kMayHaveSplits_;
+    static constexpr OptionSet kOptions = kOptions_;
+    static constexpr bool kMayHaveSplits =
+        contains(kOptions, OptionSet::kSplits);  // and packed GQA
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kHeadDimV = kHeadDimV_;
     static constexpr int kConsumers = kTuning.consumers;
@@ -341,9 +343,10 @@ struct Fa3ForwardTiles : Fa3Cta<Config_> {
         const QueryTile& tile = work_tiles[x.tile];
         const int first_row = warp_row();
         const int first_key = tile.kv_tiles.tile(x.kv_tile) * Config::kBlockKV;
-        if constexpr (Config::kGeneral)  // packed GQA has no ALiBi, which uses first_query
-            ScoreFunction<typename Config::Element, Rows::kQueries, false>{params, tile.sequence,
-                                                                           tile.head}
+        if constexpr (changes_scores(Config::kOptions))
+            // Packed GQA has no ALiBi, which uses first_query.
+            ScoreFunction<typename Config::Element, Rows::kQueries, Config::kOptions>{
+                params, tile.sequence, tile.head}
                 .apply(rS, tile.first_query + first_row, first_key);
         if (!kUnmasked && (x.kv_tile < x.full_tiles.begin || x.kv_tile >= x.full_tiles.end)) {
             const BandMask mask = mask_of(params, tile.sequence);
@@ -359,13 +362,12 @@ struct Fa3ForwardTiles : Fa3Cta<Config_> {
         const bool first_split = !Config::kMayHaveSplits || tile.split == 0;
         if (params.sink == nullptr || !first_split || !tile.sequence.is_owned(params))
             return softmax;
-        const float factor = kLog2e * ptx::rcp(exponent_scale());
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             int head = tile.head;
             if constexpr (Config::kMayHaveSplits)
                 head += min_of(head_of(warp_row() + lane_row() + 8 * i), group() - 1);
-            softmax.begin_with(params.sink[head] * factor, 0, i);
+            softmax.begin_with(params.sink[head] * kLog2e, 0, i);
         }
         return softmax;
     }
@@ -402,8 +404,8 @@ struct Fa3ForwardTiles : Fa3Cta<Config_> {
             if (query >= s.seqlen_q || head >= group()) return -1;
             return first + int64_t{head} * params.seqlen_q + query;
         };
-        // Of the kernels for splits, only the general form may have neither splits nor groups.
-        constexpr bool kForSplits = Config::kMayHaveSplits && !Config::kGeneral;
+        // Of the kernels for splits, only one with options may have neither splits nor groups.
+        constexpr bool kForSplits = Config::kMayHaveSplits && !changes_scores(Config::kOptions);
         constexpr bool kSplits = kForSplits && !kLast, kGroup = kForSplits && kLast;
         if (kSplits || (Config::kMayHaveSplits && params.o_partial != nullptr)) {
             const int64_t first = tile.split * statistics_rows(params) + statistics;

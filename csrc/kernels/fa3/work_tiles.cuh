@@ -2,7 +2,7 @@
 // which one of its producers describes them to the other producers and the consumers.
 #pragma once
 
-#include "plan/head_dims.h"
+#include "plan/tuning.h"
 #include "problem/mask.cuh"
 #include "problem/sequences.cuh"
 #include "ptx/uniform.cuh"
@@ -181,7 +181,7 @@ __device__ __forceinline__ GlobalTile<Element> gradient_rows(const TensorView& v
 }
 
 // Writes zeros to a warp's 16 rows of a result of at most kMostCols columns.
-template <int kMostCols = kMaxHeadDim, class Element>
+template <int kMostCols = tuning::kMaxHeadDim, class Element>
 __device__ __forceinline__ void store_zeros(const GlobalTile<Element>& g) {
     constexpr int kCols = 32 * 8;  // at a time, 16 bytes a lane
     static_assert(kMostCols <= 2 * kCols);

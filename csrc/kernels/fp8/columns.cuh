@@ -8,7 +8,7 @@
 #pragma once
 
 #include "kernels/fp8/tile_stream.cuh"
-#include "plan/quantize.h"
+#include "plan/row_kernels.h"
 #include "ptx/grid_dependency.cuh"
 
 namespace flash_ext {
@@ -28,18 +28,14 @@ __global__ void __launch_bounds__(kMaxQuantizeThreads, 2)
     columns_kernel(const __grid_constant__ QuantizeParams params) {
     __shared__ __align__(16) float partial[kRowGroups * kMaxQuantizeDim];  // (row group, D)
     ptx::launch_dependents();
-    const int tiles = row_tiles(params, kColumnRows);
-    const int tile_idx = blockIdx.x / params.heads;
-    const int head = blockIdx.x - tile_idx * params.heads;
-    const int batch = tile_idx / tiles;
-    const RowTile tile = row_tile(params, batch, tile_idx - batch * tiles, kColumnRows);
+    const RowTile tile = row_tile(params, blockIdx.x, kColumnRows);
 
     const int vectors = params.head_dim / 8;
     const int group = threadIdx.x / vectors;
     const int column = threadIdx.x % vectors * 8;
     const Element* x = static_cast<const Element*>(params.x.data) +
-                       tile.batch * params.x.batch_stride + head * params.x.head_stride + column +
-                       (tile.begin + group) * params.x.row_stride;
+                       tile.batch * params.x.batch_stride + tile.head * params.x.head_stride +
+                       column + (tile.begin + group) * params.x.row_stride;
     const int rows = tile.used - group;  // from x on
     const float share = share_of(tile.length);
     float found[8] = {};
@@ -56,24 +52,18 @@ __global__ void __launch_bounds__(kMaxQuantizeThreads, 2)
             }
         }
     };
-    const auto reduce = [&](auto load) {
-        constexpr int kTogether = 8;  // rows whose loads are in flight
-        for (int first = 0; first < rows; first += kRowGroups * kTogether) {
-            uint4 raw[kTogether];
+    constexpr int kTogether = 8;  // rows whose loads are in flight
+    for (int first = 0; first < rows; first += kRowGroups * kTogether) {
+        uint4 raw[kTogether];
 #pragma unroll
-            for (int i = 0; i < kTogether; ++i) {
-                const int r = first + kRowGroups * i;
-                raw[i] = uint4{0, 0, 0, 0};
-                if (r < rows) raw[i] = load(x + r * params.x.row_stride);
-            }
-#pragma unroll
-            for (int i = 0; i < kTogether; ++i) include(raw[i]);
+        for (int i = 0; i < kTogether; ++i) {
+            const int r = first + kRowGroups * i;
+            raw[i] = uint4{0, 0, 0, 0};
+            if (r < rows)
+                raw[i] = __ldg(reinterpret_cast<const uint4*>(x + r * params.x.row_stride));
         }
-    };
-    if (params.aligned) {
-        reduce([](const Element* p) { return __ldg(reinterpret_cast<const uint4*>(p)); });
-    } else {
-        reduce([](const Element* p) { return load_8(p); });
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) include(raw[i]);
     }
     if constexpr (kColumns == Columns::kAmax) ptx::wait_for_grid_before();  // for zeros in amax
     float4* target = reinterpret_cast<float4*>(&partial[group * params.head_dim + column]);
@@ -89,10 +79,10 @@ __global__ void __launch_bounds__(kMaxQuantizeThreads, 2)
         result = kColumns == Columns::kSum ? result + other : fmaxf(result, other);
     }
     if constexpr (kColumns == Columns::kSum) {
-        params.sums[(int64_t{tile_idx} * params.heads + head) * params.head_dim + d] = result;
+        params.sums[int64_t{blockIdx.x} * params.head_dim + d] = result;
     } else if (tile.used > 0) {
-        const int64_t scale_head = int64_t{tile.sequence} * params.heads + head;
-        atomicMax(reinterpret_cast<uint32_t*>(params.amax) + scale_head * params.head_dim + d,
+        atomicMax(reinterpret_cast<uint32_t*>(params.amax) +
+                      tile.scale_head(params) * params.head_dim + d,
                   __float_as_uint(result * (1.f / kSumDivisor)));
     }
 }
@@ -133,7 +123,7 @@ __global__ void __launch_bounds__(kMeanGroups* kMaxQuantizeDim)
 
 template <Columns kColumns>
 cudaError_t reduce_columns(const QuantizeParams& params, cudaStream_t stream, bool pdl) {
-    const int64_t ctas = tiles_of_heads(params, kColumnRows);
+    const int64_t ctas = row_tile_count(params, kColumnRows);
     const int threads = kRowGroups * params.head_dim / 8;
     return params.element_type == ElementType::kFloat16
                ? launch_kernel<columns_kernel<__half, kColumns>>(ctas, threads, 0, params, stream,

@@ -38,10 +38,9 @@ FLASH_HOST_DEVICE int64_t scale_count(const QuantizeParams& params) {
 // sequence does not reach.
 template <class Layout>
 __device__ __forceinline__ void store_block_descales(const QuantizeParams& params,
-                                                     const StreamTile& work, float amax) {
-    const RowTile& tile = work.rows;
+                                                     const RowTile& tile, float amax) {
     if (tile.sequence < 0) return;
-    float* descale = params.descale + work.scale_head(params) * params.blocks;
+    float* descale = params.descale + tile.scale_head(params) * params.blocks;
     if (Layout::thread() == 0 && tile.rows > 0 && tile.tile < params.blocks)
         descale[tile.tile] = descale_of(params, amax);
     if (tile.tile > 0) return;
@@ -51,8 +50,8 @@ __device__ __forceinline__ void store_block_descales(const QuantizeParams& param
 }
 
 // The maximum of a tile's tensor or head.
-__device__ __forceinline__ float& amax_of(const QuantizeParams& params, const StreamTile& work) {
-    return params.amax[params.scales == Scales::kHead ? work.scale_head(params) : 0];
+__device__ __forceinline__ float& amax_of(const QuantizeParams& params, const RowTile& tile) {
+    return params.amax[params.scales == Scales::kHead ? tile.scale_head(params) : 0];
 }
 
 // Stores a warp's results: a lane stores those of the vectors 64 i + 2 lane, the first of them at
@@ -61,12 +60,11 @@ template <class Layout>
 __device__ __forceinline__ void store_results(const QuantizeParams& params,
                                               const TilePosition<Layout>& at,
                                               const WarpRows<Layout>& results,
-                                              const StreamTile& work) {
-    const RowTile& tile = work.rows;
+                                              const RowTile& tile) {
     const int64_t row_bytes = int64_t{params.heads} * params.head_dim;
     uint8_t* target = params.x_8bit +
                       (int64_t{tile.batch} * params.rows + tile.begin + at.row()) * row_bytes +
-                      work.head * params.head_dim + at.column();
+                      tile.head * params.head_dim + at.column();
     const uint32_t of_lane =
         ptx::shared_address(&results.x_8bit[Layout::swizzled_piece(2 * ptx::lane_not_hoisted())]);
 #pragma unroll
@@ -82,16 +80,16 @@ __device__ __forceinline__ void store_results(const QuantizeParams& params,
 
 // The factors of eight columns from `column` on, of a scale for each.
 __device__ __forceinline__ void load_factors(float (&factors)[8], const QuantizeParams& params,
-                                             const StreamTile& work, int column) {
+                                             const RowTile& tile, int column) {
     alignas(16) float amax[8] = {};
-    if (work.rows.sequence >= 0) {
+    if (tile.sequence >= 0) {
         const auto* source = reinterpret_cast<const float4*>(
-            params.amax + work.scale_head(params) * params.head_dim + column);
+            params.amax + tile.scale_head(params) * params.head_dim + column);
         reinterpret_cast<float4&>(amax[0]) = source[0];
         reinterpret_cast<float4&>(amax[4]) = source[1];
     }
 #pragma unroll
-    for (int e = 0; e < 8; ++e) factors[e] = factor_of(params, amax[e]) * work.divisor;
+    for (int e = 0; e < 8; ++e) factors[e] = factor_of(params, amax[e]);
 }
 
 template <class Rows>
@@ -99,8 +97,9 @@ __device__ __forceinline__ void quantize_tiles(const QuantizeParams& params) {
     using Layout = typename Rows::Layout;
     __shared__ TileMaxima<Layout> maxima;
     maxima.init();
-    const bool second_pass = params.scales != Scales::kBlock && !params.finds_maxima;
-    TileStream<Rows> stream(params, second_pass);
+    const bool second_pass = is_second_pass(params);
+    const float divisor = Rows::divisor(params);
+    TileStream<Rows> stream(params);
     const TilePosition<Layout> results_at(params, 2 * (threadIdx.x % 32));
     Rows rows(params);
     rows.load_mean(params, stream.next(), stream.storage.mean);  // while the rows are on their way
@@ -115,41 +114,47 @@ __device__ __forceinline__ void quantize_tiles(const QuantizeParams& params) {
     }
 
     for (bool more = true; more;) {
-        const StreamTile& work = stream.read(params, rows);
-        rows.prepare(params, work, stream.storage.mean);
+        const RowTile& tile = stream.read(params, rows);
+        more = stream.next().is_valid;
+        rows.prepare(params, tile, stream.storage.mean);
         float largest = rows.amax_before_last();
         rows.last_butterflies();
         if (__any_sync(0xffffffff, !(largest <= FLT_MAX))) {
-            if (stream.repeat()) continue;
             largest = rows.finite_amax();
             if (params.to_int8) largest = CUDART_NAN_F;
         }
-        more = stream.next().is_valid;
         float amax = 0.f;
         if (!second_pass) {
-            amax = maxima.reduce(largest * (work.divisor / kSumDivisor), stream.number());
-        } else if (params.scales != Scales::kChannel && work.rows.sequence >= 0) {
-            amax = amax_of(params, work);
+            amax = maxima.reduce(largest * (divisor / kSumDivisor), stream.number());
+        } else if (params.scales != Scales::kChannel && tile.sequence >= 0) {
+            amax = amax_of(params, tile);
         }
         if (params.finds_maxima) {
-            if (Layout::thread() == 0 && work.rows.used > 0)
-                atomicMax(reinterpret_cast<uint32_t*>(&amax_of(params, work)),
+            if (Layout::thread() == 0 && tile.used > 0)
+                atomicMax(reinterpret_cast<uint32_t*>(&amax_of(params, tile)),
                           __float_as_uint(amax));
             continue;
         }
-        if (!second_pass) store_block_descales<Layout>(params, work, amax);
-        const float factor = factor_of(params, amax) * work.divisor;
-        if (params.to_int8) {
-            rows.template write<Int8>(stream.storage, factor);
-        } else if (Rows::kRotates || params.scales != Scales::kChannel) {
-            rows.template write<Float8>(stream.storage, factor);
-        } else {
+        if (!second_pass) store_block_descales<Layout>(params, tile, amax);
+        if (!Rows::kRotates && params.scales == Scales::kChannel) {
             float factors[8];
-            load_factors(factors, params, work, rows.column());
+            load_factors(factors, params, tile, rows.column());
             rows.template write<Float8>(stream.storage, factors);
+        } else {
+            float factor = factor_of(params, amax);
+            if (factor <= kMostFactor / kSumDivisor) {
+                factor *= divisor;
+            } else {
+                rows.multiply(divisor);  // the product of both factors may overflow
+            }
+            if (params.to_int8) {
+                rows.template write<Int8>(stream.storage, factor);
+            } else {
+                rows.template write<Float8>(stream.storage, factor);
+            }
         }
         __syncwarp();  // the warp's results are complete
-        store_results(params, results_at, stream.storage, work);
+        store_results(params, results_at, stream.storage, tile);
     }
 }
 
@@ -170,32 +175,34 @@ __global__ void __launch_bounds__(kZeroThreads)
 }
 
 template <class Rows>
-cudaError_t launch_quantize(const QuantizeParams& params, cudaStream_t stream) {
+cudaError_t launch_quantize(const QuantizeParams& params, const GpuModel& gpu,
+                            cudaStream_t stream) {
     using Layout = typename Rows::Layout;
     const int threads = Layout::threads(params);
     const int bytes = threads / 32 * static_cast<int>(sizeof(WarpRows<Layout>));
     constexpr int kMostBytes = Layout::kMaxThreads / 32 * sizeof(WarpRows<Layout>);
     return launch_kernel<quantize_kernel<Rows>>(
-        persistent_ctas<Layout>(params, threads, Rows::kSmThreads, bytes), threads, bytes, params,
-        stream,
+        persistent_ctas<Layout>(params, gpu, threads, Rows::kSmThreads, bytes), threads, bytes,
+        params, stream,
         {.pdl = params.scales != Scales::kBlock,
          .cluster = Layout::kCtas,
          .most_shared_bytes = kMostBytes});
 }
 
-inline cudaError_t launch_quantize(const QuantizeParams& params, cudaStream_t stream) {
+inline cudaError_t launch_quantize(const QuantizeParams& params, const GpuModel& gpu,
+                                   cudaStream_t stream) {
     return dispatch<0, 16, 32, 64, 128, 256>(
         params.signs == nullptr ? 0 : params.hadamard_dim, [&](auto dim) {
             return dispatch_element(params.element_type, [&](auto element) {
                 constexpr bool kShares = dim == 256;  // two CTAs share a tile
                 return launch_quantize<
                     TileRows<decltype(element), dim, rotated_vectors(dim), kShares ? 2 : 1>>(
-                    params, stream);
+                    params, gpu, stream);
             });
         });
 }
 
-cudaError_t quantize(QuantizeParams params, cudaStream_t stream) {
+cudaError_t quantize(QuantizeParams params, const GpuModel& gpu, cudaStream_t stream) {
     cudaError_t status = cudaSuccess;
     if (params.scales != Scales::kBlock)
         status = launch_kernel<zero_amax_kernel>(
@@ -203,9 +210,9 @@ cudaError_t quantize(QuantizeParams params, cudaStream_t stream) {
     if (status == cudaSuccess && params.scales == Scales::kChannel)
         status = reduce_columns<Columns::kAmax>(params, stream, /*pdl=*/true);
     params.finds_maxima = params.scales == Scales::kTensor || params.scales == Scales::kHead;
-    if (status == cudaSuccess && params.finds_maxima) status = launch_quantize(params, stream);
+    if (status == cudaSuccess && params.finds_maxima) status = launch_quantize(params, gpu, stream);
     params.finds_maxima = false;
-    return status == cudaSuccess ? launch_quantize(params, stream) : status;
+    return status == cudaSuccess ? launch_quantize(params, gpu, stream) : status;
 }
 
 }  // namespace flash_ext

@@ -70,6 +70,10 @@ class TileRows {
     static constexpr int kDim = kRotates ? kHadamardDim : 8;
     // Of numbers less their mean.
     static constexpr int kMeanDivisor = kRotates ? kSumDivisor : kDifferenceDivisor;
+    // Of what prepare() makes.
+    static __device__ float divisor(const QuantizeParams& params) {
+        return kRotates || params.mean != nullptr ? kMeanDivisor : 1;
+    }
     static constexpr int kThreadVectors = kRowVectors;
     static constexpr int kLanes = kDim <= 8 * kThreadVectors ? 1 : kDim / (8 * kThreadVectors);
     static constexpr int kVectors = kDim / 8 / kLanes;
@@ -104,10 +108,9 @@ class TileRows {
     // The mean of the tile's head, divided, with signs as the elements have them, to shared memory,
     // unless it is there: a lane has eight columns. From there they are read without waiting for
     // each other.
-    __device__ void load_mean(const QuantizeParams& params, const StreamTile& work,
-                              WarpMean& mean) {
-        const int64_t head = work.scale_head(params);
-        if (params.mean == nullptr || work.rows.used == 0 || mean.head == head) return;
+    __device__ void load_mean(const QuantizeParams& params, const RowTile& tile, WarpMean& mean) {
+        const int64_t head = tile.scale_head(params);
+        if (params.mean == nullptr || tile.used == 0 || mean.head == head) return;
         __syncwarp();  // all lanes have compared
         const int column = 8 * ptx::lane_not_hoisted();
         if (column == 0) mean.head = head;
@@ -125,10 +128,10 @@ class TileRows {
     }
 
     // To v: the elements as float, without the mean, rotated, but not divided by sqrt(kDim), and
-    // without the butterflies of the largest distance. Less a mean they are divided by
-    // kMeanDivisor, at no cost.
-    __device__ void prepare(const QuantizeParams& params, const StreamTile& work, WarpMean& mean) {
-        load_mean(params, work, mean);
+    // without the butterflies of the largest distance. They are divided by divisor(): less a mean
+    // at no cost, otherwise in the first butterflies.
+    __device__ void prepare(const QuantizeParams& params, const RowTile& tile, WarpMean& mean) {
+        load_mean(params, tile, mean);
         uint32_t signs[kSignWords];
 #pragma unroll
         for (int w = 0; w < kSignWords; ++w) signs[w] = ptx::not_hoisted(signs_[w]);
@@ -147,8 +150,8 @@ class TileRows {
                     v_[n][j][2 * i + 1] = pair.y;
                 }
             }
-        if (params.mean != nullptr && work.rows.used > 0) subtract(work, mean);
-        if constexpr (kRotates) first_butterflies();
+        if (params.mean != nullptr && tile.used > 0) subtract(tile, mean);
+        if constexpr (kRotates) first_butterflies(params.mean == nullptr ? 1.f / kSumDivisor : 1.f);
     }
 
     __device__ void last_butterflies() {
@@ -193,6 +196,15 @@ class TileRows {
                     largest = fmaxf(largest, fabsf(x));  // not of NaN
                 }
         return largest;
+    }
+
+    __device__ void multiply(float factor) {
+#pragma unroll
+        for (int n = 0; n < kUnits; ++n)
+#pragma unroll
+            for (int j = 0; j < kVectors; ++j)
+#pragma unroll
+                for (int e = 0; e < 8; ++e) v_[n][j][e] *= factor;
     }
 
     // Rounds.
@@ -264,7 +276,7 @@ class TileRows {
     }
 
     // Both have their signs, as the CPU kernels have it. Rows that are not in use stay 0.
-    __device__ void subtract(const StreamTile& work, const WarpMean& mean) {
+    __device__ void subtract(const RowTile& tile, const WarpMean& mean) {
         const uint32_t of_lane = ptx::shared_address(&mean.of_columns[mean_index(at_.column())]);
 #pragma unroll
         for (int j = 0; j < kVectors; ++j)
@@ -278,7 +290,7 @@ class TileRows {
                     for (int i = 0; i < 4; ++i)
                         v_[n][j][e + i] = fmaf(v_[n][j][e + i], 1.f / kMeanDivisor, -m[i]);
             }
-        const int used = work.rows.used;
+        const int used = tile.used;
         if (used == kScaleRows) return;
 #pragma unroll
         for (int n = 0; n < kUnits; ++n) {
@@ -290,12 +302,22 @@ class TileRows {
         }
     }
 
-    // All but those of the largest distance.
-    __device__ void first_butterflies() {
+    // All but those of the largest distance. `factor` is a power of two.
+    __device__ void first_butterflies(float factor) {
 #pragma unroll
         for (int n = 0; n < kUnits; ++n) {
 #pragma unroll
-            for (int distance = 1; distance < 8; distance *= 2)
+            for (int j = 0; j < kVectors; ++j)
+#pragma unroll
+                for (int e = 0; e < 8; e += 2) {
+                    float& a = v_[n][j][e];
+                    float& b = v_[n][j][e + 1];
+                    const float product = b * factor;  // exact, as the one with a is
+                    b = fmaf(a, factor, -product);
+                    a = fmaf(a, factor, product);
+                }
+#pragma unroll
+            for (int distance = 2; distance < 8; distance *= 2)
 #pragma unroll
                 for (int j = 0; j < kVectors; ++j)
 #pragma unroll

@@ -17,7 +17,7 @@
 
 #include "kernels/common/launch.cuh"
 #include "plan/dispatch.h"
-#include "plan/quantize.h"
+#include "plan/row_kernels.h"
 #include "problem/quantize.h"
 #include "ptx/cluster.cuh"
 #include "ptx/cp_async.cuh"
@@ -79,36 +79,18 @@ struct TileLayout {
     }
 };
 
-// A tile and its head. In shared memory: registers are for elements.
-struct StreamTile {
-    RowTile rows;
-    int head;
-    bool is_valid;  // otherwise there is no further tile
-    float divisor;  // of its numbers in registers
-
-    // Of the scales and means of a head.
-    __device__ int64_t scale_head(const QuantizeParams& params) const {
-        return int64_t{rows.sequence} * params.heads + head;
-    }
-};
-
 // The mean of the columns of a head, where rows are rotated.
 struct WarpMean {
     int64_t head;  // scale_head(); -1: none
     alignas(16) float of_columns[kMaxQuantizeDim + kMaxQuantizeDim / 8];
 };
 
-// Does a warp read its tile once more?
-enum class Repeat { kNo, kWanted, kDone };
-
 // A warp's part of a tile.
 template <class Layout>
 struct alignas(128) WarpRows {
     uint4 x[Layout::kWarpVectors];  // swizzled()
-    RowTileCursor cursor;
-    Repeat repeat;        // of the tile in registers
-    StreamTile tiles[2];  // the one in registers, and that of `x`
-    WarpMean mean;        // of the head of the tile in registers, or of an earlier one
+    RowTile tiles[2];               // the one in registers, and that of `x`
+    WarpMean mean;                  // of the head of the tile in registers, or of an earlier one
     alignas(128) uint2 x_8bit[Layout::kWarpVectors];  // swizzled_piece()
 };
 
@@ -132,153 +114,79 @@ class TilePosition {
     uint32_t bits_;  // one register, over many tiles
 };
 
-// Copies a warp's part of a tile from x. A lane copies the vectors 32 i + lane.
-template <class Layout>
-class TileLoader {
- public:
-    __device__ explicit TileLoader(const QuantizeParams& params) : at_(params, threadIdx.x % 32) {}
-
-    // One group of cp.async. Rows that are not in use become zeros.
-    __device__ __forceinline__ void start(const QuantizeParams& params, const StreamTile& work,
-                                          WarpRows<Layout>& to) const {
-        if (!work.is_valid) return;
-        const RowTile& tile = work.rows;
-        const uint16_t* x = static_cast<const uint16_t*>(params.x.data) +
-                            tile.batch * params.x.batch_stride + work.head * params.x.head_stride +
-                            (tile.begin + at_.row()) * params.x.row_stride + at_.column();
-        const int64_t step = Layout::kVectorRows * params.x.row_stride;
-        const int rows = tile.used - at_.row();
-        const uint32_t target =
-            ptx::shared_address(to.x) + 16 * Layout::swizzled(ptx::lane_not_hoisted());
-        if (params.aligned) {
-#pragma unroll
-            for (int i = 0; i < Layout::kThreadVectors; ++i, x += step)
-                ptx::cp_async_16(Layout::vector_address(target, 32 * i), x,
-                                 Layout::kVectorRows * i < rows);
-        } else {
-#pragma unroll 1
-            for (int i = 0; i < Layout::kThreadVectors; ++i, x += step) {
-                const uint4 v = load_8(x, Layout::kVectorRows * i < rows ? 8 : 0);
-                ptx::st_shared_v4(Layout::vector_address(target, 32 * i), {v.x, v.y, v.z, v.w});
-            }
-        }
-        ptx::cp_async_commit();
-    }
-
- private:
-    TilePosition<Layout> at_;
-};
-
-// After sums that are not finite: where sums of finite elements of a warp may overflow, as in
-// bfloat16, all are divided by kSumDivisor. Returns whether.
-template <class Element, class Layout>
-__device__ __forceinline__ bool divide_large(WarpRows<Layout>& rows) {
-    // Changes each element. Few registers and little code count, not speed.
-    const auto for_each = [&](auto change) {
-#pragma unroll 1
-        for (int i = ptx::lane_not_hoisted(); i < 4 * Layout::kWarpVectors; i += 32) {
-            uint32_t& word = reinterpret_cast<uint32_t*>(rows.x)[i];
-            const float2 pair = ptx::unpack<Element>(word);
-            word = ptx::pack<Element>(change(pair.x), change(pair.y));
-        }
-    };
-    bool large = false;
-    for_each([&](float x) {
-        large |= fabsf(x) > FLT_MAX / kSumDivisor && fabsf(x) <= FLT_MAX;
-        return x;
-    });
-    if (!__any_sync(0xffffffff, large)) return false;
-    for_each([](float x) { return x * (1.f / kSumDivisor); });
-    return true;
+// Is this the pass that rounds, after one for the maxima? It begins with the last tile of all: what
+// the pass before has left in L2.
+__device__ __forceinline__ bool is_second_pass(const QuantizeParams& params) {
+    return params.scales != Scales::kBlock && !params.finds_maxima;
 }
 
-// The tiles of a CTA, as one warp sees them: it computes with one while the next one is loaded.
-// What belongs to tiles is in shared memory, since registers are for elements.
+// The tiles of a CTA, as one warp sees them: every gridDim.x-th one, of which it computes with one
+// while the next one is loaded. What belongs to tiles is in shared memory, since registers are for
+// elements.
 template <class Rows>
 class TileStream {
  public:
     using Layout = typename Rows::Layout;
 
     // Starts to load the first tile.
-    __device__ TileStream(const QuantizeParams& params, bool reverse)
-        : storage((&shared_storage<WarpRows<Layout>>())[threadIdx.x / 32]), loader_(params) {
-        if (threadIdx.x % 32 == 0) {
-            storage.mean.head = -1;
-            storage.repeat = Repeat::kNo;
-        }
-        choose({params, kScaleRows, blockIdx.x / kCtas, gridDim.x / kCtas, reverse}, params);
-        loader_.start(params, storage.tiles[0], storage);
+    __device__ explicit TileStream(const QuantizeParams& params)
+        : storage((&shared_storage<WarpRows<Layout>>())[threadIdx.x / 32]),
+          at_(params, threadIdx.x % 32) {
+        if (threadIdx.x % 32 == 0) storage.mean.head = -1;
+        choose_next(params);
+        load_next(params);
     }
 
     // Waits for the tile that was started last, reads it to registers and starts the next one in
-    // its place. After repeat() it starts the same tile again, and reads that.
-    __device__ const StreamTile& read(const QuantizeParams& params, Rows& rows) {
-        const bool again = __any_sync(0xffffffff, storage.repeat == Repeat::kWanted);
-        if (!again) {
-            ++tiles_read_;
-            RowTileCursor cursor = storage.cursor;
-            cursor.advance();
-            choose(cursor, params);
-        }
-        if (again) __syncwarp();  // all lanes have read `repeat`
-        if (threadIdx.x % 32 == 0) storage.repeat = again ? Repeat::kDone : Repeat::kNo;
-#pragma unroll 1
-        for (bool is_next = again;; is_next = false) {
-            ptx::cp_async_wait<0>();
-            __syncwarp();  // the vectors of all lanes are there
-            if (again && !is_next) divide_current();
-            rows.read(storage);
-            __syncwarp();  // all lanes have read them
-            loader_.start(params, is_next ? current() : next(), storage);
-            if (!is_next) return current();
-        }
-    }
-    // Lets read() repeat the tile in registers, after divide_large(). Returns false if it has, or
-    // if nothing is added up.
-    __device__ bool repeat() {
-        if (!Rows::kRotates) return false;
-        if (__any_sync(0xffffffff, storage.repeat == Repeat::kDone)) return false;
-        __syncwarp();  // all lanes have read it
-        if (threadIdx.x % 32 == 0) storage.repeat = Repeat::kWanted;
-        __syncwarp();  // other lanes read it
-        return true;
+    // its place.
+    __device__ const RowTile& read(const QuantizeParams& params, Rows& rows) {
+        ++tiles_read_;
+        choose_next(params);
+        ptx::cp_async_wait<0>();
+        __syncwarp();  // the vectors of all lanes are there
+        rows.read(storage);
+        __syncwarp();  // all lanes have read them
+        load_next(params);
+        return storage.tiles[number() % 2];
     }
     // The number of the tile in registers.
     __device__ uint32_t number() const { return tiles_read_ - 1; }
-    __device__ const StreamTile& next() const { return storage.tiles[tiles_read_ % 2]; }
+    __device__ const RowTile& next() const { return storage.tiles[tiles_read_ % 2]; }
 
     WarpRows<Layout>& storage;  // this warp's
 
  private:
-    static constexpr int kCtas = Layout::kCtas;
-
-    // Makes the cursor's tile the next one.
-    __device__ void choose(const RowTileCursor& cursor, const QuantizeParams& params) {
-        StreamTile work{};
-        work.is_valid = cursor.is_valid();
-        if (work.is_valid) {
-            work.rows = row_tile(params, cursor.batch(), cursor.tile(), kScaleRows);
-            work.head = cursor.head();
-            work.divisor = params.mean != nullptr && work.rows.used > 0 ? Rows::kMeanDivisor : 1;
-        }
-        __syncwarp();  // all lanes are done with the cursor and with the tile before
-        if (threadIdx.x % 32 == 0) {
-            storage.cursor = cursor;
-            storage.tiles[tiles_read_ % 2] = work;
-        }
-        __syncwarp();  // both are complete
+    __device__ void choose_next(const QuantizeParams& params) {
+        constexpr uint32_t kCtas = Layout::kCtas;
+        uint32_t number = blockIdx.x / kCtas + tiles_read_ * (gridDim.x / kCtas);
+        if (is_second_pass(params))
+            number = static_cast<uint32_t>(row_tile_count(params, kScaleRows)) - 1 - number;
+        const RowTile tile = row_tile(params, number, kScaleRows);
+        __syncwarp();  // all lanes are done with the tile before
+        if (threadIdx.x % 32 == 0) storage.tiles[tiles_read_ % 2] = tile;
+        __syncwarp();  // it is complete
     }
 
-    __device__ StreamTile& current() { return storage.tiles[number() % 2]; }
-
-    __device__ void divide_current() {
-        const bool divided = current().divisor == 1.f && divide_large<typename Rows::Type>(storage);
-        __syncwarp();  // all lanes have read the divisor
-        if (divided && threadIdx.x % 32 == 0) current().divisor = kSumDivisor;
-        __syncwarp();  // other lanes read it, and the elements
+    // Copies the warp's part of the next tile from x, as one group of cp.async. A lane copies the
+    // vectors 32 i + lane. Rows that are not in use become zeros.
+    __device__ __forceinline__ void load_next(const QuantizeParams& params) {
+        const RowTile& tile = next();
+        if (!tile.is_valid) return;
+        const uint16_t* x = static_cast<const uint16_t*>(params.x.data) +
+                            tile.batch * params.x.batch_stride + tile.head * params.x.head_stride +
+                            (tile.begin + at_.row()) * params.x.row_stride + at_.column();
+        const int64_t step = Layout::kVectorRows * params.x.row_stride;
+        const int rows = tile.used - at_.row();
+        const uint32_t target =
+            ptx::shared_address(storage.x) + 16 * Layout::swizzled(ptx::lane_not_hoisted());
+#pragma unroll
+        for (int i = 0; i < Layout::kThreadVectors; ++i, x += step)
+            ptx::cp_async_16(Layout::vector_address(target, 32 * i), x,
+                             Layout::kVectorRows * i < rows);
+        ptx::cp_async_commit();
     }
 
-    TileLoader<Layout> loader_;
+    TilePosition<Layout> at_;  // of the lane's first vector
     uint32_t tiles_read_ = 0;
 };
 
@@ -331,22 +239,18 @@ struct TileMaxima {
     }
 };
 
-inline int64_t tiles_of_heads(const QuantizeParams& params, int block) {
-    const int batches = params.cu_seqlens == nullptr ? max_of(params.batch, 1) : 1;
-    return int64_t{batches} * row_tiles(params, block) * params.heads;
-}
-
 // As many CTAs of `threads` threads as run at a time, with at most `sm_threads` threads on an SM
 // and `cta_bytes` of shared memory for each CTA. A few less where all tiles of a CTA are then of
 // the same head, so that its mean is loaded once.
 template <class Layout>
-int64_t persistent_ctas(const QuantizeParams& params, int threads, int sm_threads, int cta_bytes) {
+int64_t persistent_ctas(const QuantizeParams& params, const GpuModel& gpu, int threads,
+                        int sm_threads, int cta_bytes) {
     const int by_threads = max_of(sm_threads / threads, 1);
-    const int by_shared = max_of(current_device().shared_bytes / cta_bytes, 1);
-    int tiles = current_device().sms * min_of(by_threads, by_shared) / Layout::kCtas;  // at a time
+    const int by_shared = max_of(gpu.shared_bytes / cta_bytes, 1);
+    int tiles = gpu.sms * min_of(by_threads, by_shared) / Layout::kCtas;  // at a time
     const int above = tiles % params.heads;
     if (params.mean != nullptr && 16 * above <= tiles) tiles -= above;
-    return Layout::kCtas * min_of(tiles_of_heads(params, kScaleRows), int64_t{tiles});
+    return Layout::kCtas * min_of(row_tile_count(params, kScaleRows), int64_t{tiles});
 }
 
 }  // namespace flash_ext

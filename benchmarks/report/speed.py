@@ -1,0 +1,355 @@
+"""The tables of speed, from what compare.py and host.py measured."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+
+from cells import FP8_DIMS, GRID, SEQLENS, SOURCES, fp8_cells, is_plain, on_grid, shape_name
+from common import Json
+from fp8_providers import FP8, FP8_PROVIDERS
+from providers import BEST, LABELS
+from ratios import best_of_peers, geometric_mean, ratio_spread, ratios, recorded_note
+
+import flash_ext
+
+from .tables import (
+    NO,
+    Entry,
+    has_grid,
+    load,
+    mask_of,
+    pivot,
+    provenance,
+    select,
+    speeds,
+    table,
+)
+
+BOTH = ("forward", "backward")
+PACKAGES = ("flash_attn_4", "flash_attn_3", "flash_attn_2")
+ROWS = (*flash_ext.VARIANTS, "flash", "cudnn", *PACKAGES, BEST, "standard")
+PAIRS = (
+    *(("fa3", peer) for peer in (BEST, "cudnn", *PACKAGES, "flash", "fa2")),
+    *(("fa2", peer) for peer in ("flash", "cudnn", "flash_attn_2", "fa1", "standard")),
+    ("fa1", "standard"),
+)
+KNOWN = (  # models of the page for readers
+    "GPT-2", "Llama 3.1 8B", "Llama 3.1 8B, 32k", "Llama 3.1 70B", "Qwen2.5 7B", "Mistral 7B",
+    "Gemma 2 9B, global layers", "gpt-oss 20B, local layers", "DeepSeek-V3", "BERT base", "FLUX.1",
+    "Llama 3.1 8B, decoding 32 x 4k",
+)  # fmt: skip
+OURS_FP8 = FP8_PROVIDERS[0].name
+FP8_PEER = "best peer, bf16"  # the fastest in bfloat16 that is not ours, cell by cell
+FP8_ROWS = {p.name: p.label for p in FP8_PROVIDERS} | {
+    "fa3": "flash_ext fa3, bf16",
+    FP8_PEER: FP8_PEER,
+}
+
+
+def words_of(folder: Path, direction: str) -> str:
+    """What fa3 reaches on the grid in a direction; "" if it was not measured."""
+    for peer, label in ((BEST, "the best peer"), ("cudnn", LABELS["cudnn"])):
+        if found := has_grid(folder, direction, "fa3", peer):
+            values = ratios(found, "fa3", peer)
+            fastest = max(c["providers"]["fa3"]["tflops"] for c in found)
+            note = recorded_note(found, "fa3", peer)
+            return (
+                f"{direction} {geometric_mean(values):.2f}× the speed of {label} (geometric mean of"
+                f" {len(values)} shapes{note}), up to {fastest:.0f} TFLOP/s"
+            )
+    return ""
+
+
+# ------------------------------------------------------------------------- the page for readers
+def grid_table(folder: Path) -> str:
+    """fa3's TFLOP/s on the standard grid, with how many times as fast it is as the best peer."""
+
+    def entries() -> Iterator[Entry]:
+        for direction in BOTH:
+            cells = sorted(has_grid(folder, direction, "fa3"),
+                           key=lambda c: (c["d"], c["causal"], c["seqlen"]))  # fmt: skip
+            for c in cells:
+                over = "".join(f" ({x:.2f})" for x in ratios([c], "fa3", BEST))
+                line = (f"{direction}, d {c['d']}, {mask_of(c)}",)
+                yield line, f"S {c['seqlen']}", f"{c['providers']['fa3']['tflops']:.0f}{over}"
+
+    return pivot(["TFLOP/s (times the best peer)"], entries())
+
+
+def ours_and_best(cell: Json) -> tuple[Json, Json | None] | None:
+    """Our fastest variant in a cell and the fastest peer that ran it."""
+    ours = [r | {"of": n} for n, r in cell["providers"].items()
+            if n in flash_ext.VARIANTS and "ms" in r]  # fmt: skip
+    return (min(ours, key=lambda r: r["ms"]), best_of_peers(cell)) if ours else None
+
+
+def models_table(folder: Path) -> str:
+    """The best known models: TFLOP/s, and times the fastest peer that ran the shape."""
+    cells = select(load("compare", folder), model=KNOWN, sustained=None)
+
+    def entries() -> Iterator[Entry]:
+        for c in sorted(cells, key=lambda c: (KNOWN.index(c["model"]), c["direction"] == BOTH[1])):
+            if found := ours_and_best(c):
+                own, best = found
+                over = f"{best['ms'] / own['ms']:.2f}" if best else NO
+                line = c["model"], shape_name(c)
+                yield line, f"{c['direction']}, TFLOP/s", f"{own['tflops']:.0f}"
+                yield line, f"{c['direction']}, times the fastest peer", over
+
+    return pivot(["model", "shape"], entries())
+
+
+def fp8_summary(folder: Path) -> str:
+    """FP8's geometric means over S, by head dim and mask."""
+
+    def entries() -> Iterator[Entry]:
+        for (d, causal), cells in fp8_groups(folder):
+            line = (f"d {d}, {'causal' if causal else 'full'}",)
+            found = [r["tflops"] for c in cells if "ms" in (r := c["providers"].get(OURS_FP8, {}))]
+            if found:
+                yield line, "up to TFLOP/s", f"{max(found):.0f}"
+            for name in ("cudnn_fp8", "fa3", FP8_PEER):
+                if values := ratios(cells, OURS_FP8, name):
+                    yield line, f"over {FP8_ROWS[name]}", f"{geometric_mean(values):.2f}"
+
+    return pivot(["fa3 in FP8, forward"], entries())
+
+
+# -------------------------------------------------------------------------------- the appendix
+def ratio_table(cells: list[Json]) -> str:
+    """Geometric means of ratios over S, with the smallest in brackets; pairs that never met are
+    left out."""
+    pairs = [pair for pair in PAIRS if ratios(cells, *pair)]
+
+    def entries() -> Iterator[Entry]:
+        dtypes, dims = (sorted({c[key] for c in cells}) for key in ("dtype", "d"))
+        for dtype, way, d, causal in itertools.product(dtypes, BOTH, dims, (False, True)):
+            found = select(cells, dtype=dtype, direction=way, d=d, causal=causal)
+            other = "" if dtype == "bf16" else f", {dtype}"
+            line = (f"{way}, d {d}, {'causal' if causal else 'full'}{other}",)
+            for (a, b), values in ((pair, ratios(found, *pair)) for pair in pairs):
+                if values:
+                    text = f"{geometric_mean(values):.2f} ({min(values):.2f})"
+                    yield line, f"{a} / {LABELS[b]}", text
+
+    return pivot([""], entries(), (f"{a} / {LABELS[b]}" for a, b in pairs))
+
+
+def spread_note(cells: list[Json]) -> str:
+    """How far the quartiles of times move a cell's ratio, and what the GPU did meanwhile."""
+    spreads = [s for c in cells for pair in PAIRS if (s := ratio_spread(c, *pair)) is not None]
+    if not spreads:
+        return ""
+    note = (
+        f"The quartiles of the times keep a cell's ratio within {statistics.median(spreads):.1%}"
+        f" (median of {len(spreads)} ratios), {max(spreads):.1%} at most."
+    )
+    states = [c["gpu"] for c in cells if "gpu" in c]
+    if states:
+        clocks, watts = ([s[k] for s in states if k in s] for k in ("sm_mhz", "power_w"))
+        note += (
+            f" Meanwhile the SM clock was {min(clocks):.0f} to {max(clocks):.0f} MHz, the power"
+            f" {min(watts):.0f} to {max(watts):.0f} W, medians of each cell."
+        )
+    return note
+
+
+def speed_table(cells: list[Json]) -> str:
+    """TFLOP/s of one direction: rows are head dim, mask and provider, columns are S."""
+    order = sorted(cells, key=lambda c: (c["d"], c["causal"], c["seqlen"]))
+    names = [n for n in ROWS if any("ms" in c["providers"].get(n, {}) for c in cells)]
+
+    def entries() -> Iterator[Entry]:
+        for (d, causal), group in itertools.groupby(order, lambda c: (c["d"], c["causal"])):
+            same = list(group)
+            for name, c in itertools.product(names, same):
+                r = c["providers"].get(name, {})
+                if "ms" in r:
+                    line = f"{d} {'causal' if causal else 'full'}", LABELS[name]
+                    text = f"{r['tflops']:.0f}" + " r" * ("recorded" in r)
+                    yield line, f"S {c['seqlen']}", text
+
+    return pivot(["d, mask", ""], entries(), (f"S {s}" for s in SEQLENS))
+
+
+def other_table(cells: list[Json]) -> str:
+    """Few heads, in TFLOP/s, and few queries, in TB/s of K and V."""
+    names = [n for n in ROWS if any("ms" in c["providers"].get(n, {}) for c in cells)]
+    rows = []
+    for c in sorted(cells, key=lambda c: (
+        c.get("seqlen_q", 0), c["direction"] != "forward", c["dtype"], c["d"], c["batch"],
+        c["seqlen"], c["heads"], c.get("kv_heads") or c["heads"],
+    )):  # fmt: skip
+        few = bool(c.get("seqlen_q"))
+        queries = f"{c['seqlen_q']} x " if few else ""
+        found = [c["providers"].get(n, {}).get("tbps" if few else "tflops") for n in names]
+        size = f"{c['batch']} x {queries}{c['seqlen']}, heads {c['heads']}/"
+        rows.append([
+            f"{c['direction']}, {c['dtype']}, d {c['d']}, {mask_of(c)}, {size}"
+            f"{c.get('kv_heads') or c['heads']}, {'TB/s of K and V' if few else 'TFLOP/s'}",
+            *(NO if s is None else f"{s:.2f}" if few else f"{s:.0f}" for s in found),
+        ])  # fmt: skip
+    return table(["few heads or queries", *(LABELS[n] for n in names)], rows)
+
+
+def shapes_table(cells: list[Json]) -> str:
+    """Shapes of models, or under sustained load: speed of our fastest variant and the fastest peer
+    that ran the shape, how many times as fast, and the power."""
+    powers = any("power_w" in r for c in cells for r in c["providers"].values())
+    rows = []
+    for c in cells:
+        if not (found := ours_and_best(c)):
+            continue
+        own, best = found
+        both = [own, best] if best else [own]
+        name = f"{c['model']} ({SOURCES.get(c['model'], '')})" if c.get("model") else "grid"
+        rows.append([
+            name, f"{c['direction']}, {shape_name(c)}",
+            *(f"{r['tflops']:.0f} {LABELS[r['of']]}" for r in both), *([NO] * (2 - len(both))),
+            f"{best['ms'] / own['ms']:.2f}" if best else NO,
+            *([" / ".join(f"{r['power_w']:.0f}" for r in both if "power_w" in r)] * powers),
+        ])  # fmt: skip
+    head = ["shape of", "", "TFLOP/s, ours", "fastest peer", "times as fast", *["W"] * powers]
+    return table(head, rows, words=2)
+
+
+def neighbors_table(cells: list[Json]) -> str:
+    """Each shape with its slowest neighbor, and how fast that is beside it."""
+    rows = []
+    fields = "d", "d_v", "causal", "batch", "near", "direction"
+    groups: dict[tuple[object, ...], list[Json]] = {}
+    for c in cells:
+        groups.setdefault(tuple(c.get(f) for f in fields), []).append(c)
+    for group in groups.values():
+        own, *others = group  # the shape itself is measured first
+        (speed, *rest) = (c["providers"]["fa3"]["tflops"] for c in group if c["providers"])
+        slowest, at = min(zip(rest, others, strict=True), key=lambda x: x[0])
+        rows.append([
+            shape_name(own), own["direction"], f"{speed:.0f}",
+            f"S {at['seqlen']}, H {at['heads']}", f"{slowest / speed:.2f}",
+        ])  # fmt: skip
+    head = ["shape", "direction", "TFLOP/s of fa3", "slowest neighbor", "of its speed"]
+    return table(head, rows, words=2)
+
+
+def best_note(cells: list[Json], folder: Path) -> str:
+    """What "best peer" means, and where not all of it was measured here; "" if none is."""
+    found = [c["providers"][BEST] for c in cells if BEST in c["providers"]]
+    if not found:
+        return ""
+    recorded = sum("recorded" in r for r in found)
+    versions = {c["setup"]["flash_attn_4"] for c in cells if "flash_attn_4" in c["setup"]}
+    note = "The best peer is the faster of SDPA cuDNN and flash-attn 4 in a cell"
+    if recorded:
+        return (f"{note}; in {recorded} of {len(found)} cells, marked r, flash-attn 4 by a recorded"
+                f" ratio over cuDNN ({folder.name}/recorded_peers.json).")  # fmt: skip
+    return f"{note}, both measured in the same process; flash-attn 4 is {', '.join(versions)}."
+
+
+def host_table(rows: list[Json]) -> str:
+    """The CPU's time per call."""
+
+    def entries() -> Iterator[Entry]:
+        for row in rows:
+            for name in ("auto", *ROWS):
+                if "us" in row["providers"].get(name, {}):
+                    line = (f"host time per call, {row['call']}, µs",)
+                    yield line, LABELS[name], f"{row['providers'][name]['us']:.1f}"
+
+    shape = ", ".join(str(rows[0][n]) for n in ("batch", "seqlen", "heads", "d"))
+    return pivot([f"(B, S, H, D) = ({shape})"], entries())
+
+
+def speed_section(folder: Path) -> Iterator[str]:
+    """All speeds of a GPU."""
+    every = speeds(folder)
+    if not every:
+        return
+    cells = [c for c in select(every, seqlen=SEQLENS) if on_grid(c)]
+    yield (
+        f"{provenance(cells)}. {GRID['tokens']} tokens, {GRID['hidden']} // d heads, cold L2,"
+        " medians; bf16 where not said otherwise. How many times faster, as the geometric mean over"
+        " S, and the smallest in brackets:"
+    )
+    yield ratio_table(cells)
+    yield spread_note(cells)
+    yield best_note(cells, folder)
+    for direction in BOTH:
+        yield f"{direction.capitalize()}, TFLOP/s:"
+        yield speed_table(select(cells, direction=direction, dtype="bf16"))
+    special = ("d_v", "window", "model", "near", "sustained")
+    others = [c for c in every if not is_plain(c) and not any(c.get(name) for name in special)]
+    yield other_table([c for c in others if c["dtype"] != FP8])
+    if models := [c for c in every if c.get("model") and not c.get("sustained")]:
+        yield f"Shapes of models: {provenance(models)}."
+        yield shapes_table(models)
+    if steady := [c for c in every if c.get("sustained")]:
+        yield f"Back to back, at the power limit: {provenance(steady)}."
+        yield shapes_table(steady)
+    if near := [c for c in every if c.get("near")]:
+        yield (
+            "Shapes with a row, a tile of 128 rows or a head more or less, or half a tile more:"
+            f" {provenance(near)}."
+        )
+        yield neighbors_table(near)
+    if host := load("host", folder):
+        yield f"Times of the host: {provenance(host, 'host')}."
+        yield host_table(host)
+
+
+# ------------------------------------------------------------------------------------------ FP8
+def fp8_groups(folder: Path) -> Iterator[tuple[tuple[str, bool], list[Json]]]:
+    """The cells of --set fp8 by head dims and mask, with the best peer in bfloat16."""
+
+    def with_peer(cell: Json) -> Json:
+        ours = {*flash_ext.VARIANTS, *(p.name for p in FP8_PROVIDERS)}
+        peers = [r for name, r in cell["providers"].items() if name not in ours and "ms" in r]
+        best = {FP8_PEER: min(peers, key=lambda r: r["ms"])} if peers else {}
+        return cell | {"providers": cell["providers"] | best}
+
+    cells = map(with_peer, fp8_cells(load("compare", folder)))
+    for (d, causal), group in itertools.groupby(cells, lambda c: (c["d"], c["causal"])):
+        d_v = FP8_DIMS.get(d, d)
+        yield (str(d) if d == d_v else f"{d}/{d_v}", causal), list(group)
+
+
+def fp8_table(folder: Path) -> str:
+    """TFLOP/s by head dim, mask and provider, and what fa3 in FP8 is over each."""
+
+    def entries() -> Iterator[Entry]:
+        for (d, causal), cells in fp8_groups(folder):
+            for name, label in FP8_ROWS.items():
+                line = f"{d} {'causal' if causal else 'full'}", label
+                found = [c for c in cells if "ms" in c["providers"].get(name, {})]
+                for c in found:
+                    yield line, f"S {c['seqlen']}", f"{c['providers'][name]['tflops']:.0f}"
+                values = ratios(cells, OURS_FP8, name) if name != OURS_FP8 else []
+                text = f"{geometric_mean(values):.2f} ({min(values):.2f})" if values else NO
+                if found:
+                    yield line, "fa3 in FP8 over it", text
+
+    return pivot(["d, mask", "TFLOP/s"], entries())
+
+
+def fp8_speed_section(folder: Path) -> Iterator[str]:
+    """The table of FP8's speeds."""
+    if not (cells := fp8_cells(load("compare", folder))):
+        return
+    versions = {c["setup"]["cudnn_fp8"] for c in cells if "cudnn_fp8" in c["setup"]}
+    peer = f" nvidia-cudnn-frontend {', '.join(versions)}." if versions else ""
+    yield (
+        f"{provenance(cells)}.{peer} Forward, inputs quantized before, cold L2, medians; in"
+        " brackets the smallest over S."
+    )
+    yield fp8_table(folder)
+    reasons = dict.fromkeys(
+        f"- {p.label}, d {c['d']}: {c['providers'][p.name]['skipped'].rstrip('.')}."
+        for c in cells
+        for p in FP8_PROVIDERS
+        if "skipped" in c["providers"].get(p.name, {})
+    )
+    if reasons:
+        yield "Not measured:\n\n" + "\n".join(reasons)

@@ -1,0 +1,197 @@
+"""Results as JSON lines: benchmarks/results/<device>/<subject>.jsonl, a line for each cell.
+
+A line has three parts: 'cell' says what was measured, 'result' what came out, and 'setup' where,
+with which versions and sources, and when. Of two lines with the same cell the newest counts. So
+files may be put together with `cat`, and processes on several GPUs may write to the same file.
+
+A result goes stale with what it measures: the speed of kernels with csrc, whatever happens to the
+Python around it; times of the host and answers of the package with any of its code (`PACKAGE`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import fcntl
+import functools
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from digest import ROOT, kernel_digest, source_digest
+
+Json = dict[str, Any]
+FOLDER = ROOT / "benchmarks" / "results"
+PACKAGE = ("host", "train", "distributed", "support")  # subjects that all of the code matters to
+
+# What of a result is printed, and how; other numbers are for the file alone.
+SHOWN = {
+    "ms": "{:.4f} ms", "us": "{:.1f} µs", "tflops": "{:.4g} TFLOP/s", "tbps": "{:.2f} TB/s",
+    "gbps": "{:.0f} GB/s", "tokens_per_second": "{:,.0f} tokens/s", "ratio": "{:.3f}x",
+    "before": "before {:.4f}", "now": "now {:.4f}", "over_dense": "{:.3f} of dense",
+    "kernels_ms": "kernels {:.4f} ms", "auto_ms": "auto {:.4f} ms", "share": "share {:.1%}",
+    "rms": "rms {:.1e}", "max": "max {:.1e}", "finite": "finite {:.3f}", "rmse": "rmse {:.2e}",
+    "from_bf16": "from bf16 {:.1e}", "error": "error {:.1e}", "loss": "loss {:.5f}",
+    "difference": "{:+.1e}", "exponent": "S^{:.2f}", "sm_mhz": "{:.0f} MHz",
+    "power_w": "{:.0f} W", "launch_bound": "launch-bound", "skipped": "", "failed": "",
+}  # fmt: skip
+PARTS = ("providers", "results", "methods", "forms", "attentions")  # what a result holds by name
+
+
+def identity(cell: Json) -> str:
+    """What tells a cell from others; fields that are 0, empty or false may be left out."""
+    return json.dumps({name: cell[name] for name in sorted(cell) if cell[name]})
+
+
+def newest(lines: Iterable[Json]) -> list[Json]:
+    """The newest line of each cell, in the order in which the cells came."""
+    found: dict[str, Json] = {}
+    for line in lines:
+        old = found.setdefault(identity(line["cell"]), line)
+        if line["setup"]["date"] >= old["setup"]["date"]:
+            found[identity(line["cell"])] = line
+    return list(found.values())
+
+
+def read(path: Path) -> list[Json]:
+    """The newest line of each cell of a file; [] without one."""
+    text = path.read_text() if path.is_file() else ""
+    return newest(json.loads(line) for line in text.splitlines())
+
+
+def append(path: Path, lines: list[Json]) -> None:
+    """Add lines to a file, in place of older ones of the same cells, and of no others."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with exclusive(path.parent):
+        text = "".join(f"{json.dumps(line)}\n" for line in newest([*read(path), *lines]))
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(text)
+        os.replace(partial, path)  # an interrupted run leaves the old file intact
+
+
+@contextlib.contextmanager
+def exclusive(folder: Path) -> Iterator[None]:
+    """No other process is within this, of the same folder, at the same time."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def now() -> str:
+    """The time in UTC, to the second, in ISO 8601."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+def say(line: str) -> None:
+    """Print a line without breaking a progress bar."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        print(line)
+    else:
+        tqdm.write(line)
+
+
+def slug(device: torch.device) -> str:
+    """The name of a device's folder under results: 'NVIDIA H200' gives 'nvidia-h200'."""
+    if device.type != "cuda":
+        return device.type
+    name = torch.cuda.get_device_name(device).lower()
+    return re.sub(r"[^a-z0-9]+", "-", name).strip("-")
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say where results go: without one of them nowhere."""
+    add = parser.add_argument
+    add("--out", type=Path, metavar="FILE", help="add the results to this file (JSON lines)")
+    add("--record", type=Path, nargs="?", const=FOLDER, metavar="FOLDER",
+        help="add the results to FOLDER/<device>/<subject>.jsonl, by default those of this"
+        " repository")  # fmt: skip
+
+
+class Recorder:
+    """Takes the results of one subject, prints them, and writes them where the options say."""
+
+    def __init__(self, subject: str, setup: Json, args: argparse.Namespace) -> None:
+        """`setup`: of common.describe_setup."""
+        self.setup = setup
+        self.path: Path | None = args.out
+        if args.record is not None:
+            self.path = args.record / slug(torch.device(args.device)) / f"{subject}.jsonl"
+        self.lines: list[Json] = []
+
+    def add(self, cell: Json, result: Json, **more: object) -> Json:
+        """Print and write a result at once; `more` goes to its setup. Returns the line."""
+        line = {"cell": cell, "result": result, "setup": self.setup | {"date": now()} | more}
+        line = json.loads(json.dumps(line))
+        self.lines.append(line)
+        show(words(cell), result)
+        if self.path is not None:
+            append(self.path, [line])
+        return line
+
+    def close(self) -> None:
+        """Say where the results are."""
+        where = f"written to {self.path}" if self.path else "not written (--record, --out)"
+        about = [f"{name} {self.setup[name]}" for name in ("torch", "kernels", "digest")]
+        print(f"\n{self.setup['device']}, {', '.join(about)}: {len(self.lines)} cells, {where}")
+
+
+def words(cell: Json) -> str:
+    """A cell in a line."""
+    return ", ".join(
+        name if value is True else value if isinstance(value, str) else f"{name} {value}"
+        for name, value in cell.items()
+        if value
+    )
+
+
+def show(name: str, result: Json, indent: str = "") -> None:
+    """Print a result, and those of the parts that it has."""
+    shown = {key: result[key] for key in SHOWN if result.get(key) is not None}
+    numbers = [
+        f"- {x:.100}" if isinstance(x, str) else SHOWN[key].format(x)
+        for key, x in shown.items()
+        if not isinstance(x, dict)
+    ]
+    if name:
+        say(f"{indent}{name:<{34 - len(indent)}}  {'  '.join(numbers)}".rstrip())
+    for part, inner in result.items():
+        if part == "answers":
+            continue
+        if isinstance(inner, dict) and part in PARTS:
+            show("", inner, indent)
+        elif isinstance(inner, dict) and (
+            SHOWN.keys() & inner.keys() or any(isinstance(x, dict) for x in inner.values())
+        ):
+            show(part, inner, indent + "  ")
+
+
+# ----------------------------------------------------------------------------------------- reading
+def flat(line: Json) -> Json:
+    """A line's cell and result in one, beside its setup."""
+    return line["cell"] | line["result"] | {"setup": line["setup"]}
+
+
+def load(subject: str, folder: Path) -> list[Json]:
+    """The rows of a subject of one device, each a cell with its results; [] without any."""
+    return [flat(line) for line in read(folder / f"{subject}.jsonl")]
+
+
+@functools.lru_cache
+def _digest_now(name: str) -> str:
+    return source_digest() if name == "digest" else kernel_digest()
+
+
+def is_current(subject: str, setup: Json) -> bool:
+    """Whether a result belongs to the code that it depends on as it is now."""
+    name = "digest" if subject in PACKAGE else "kernels"
+    return bool(setup[name] == _digest_now(name))

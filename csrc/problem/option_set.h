@@ -1,0 +1,54 @@
+// A set of options of attention: what a call asks for, or what a kernel has, beyond what every
+// kernel has (full, causal and window masks, sinks). Kernels are instantiated for sets
+// (plan/tuning.h), so an option costs the kernels that have it, and no other.
+#pragma once
+
+namespace flash_ext {
+
+enum class OptionSet : unsigned {
+    kNone = 0,
+    // Of the sequences: lengths that may differ, or end inside a tile of FA1's and FA2's backward.
+    kVarlen = 1 << 0,
+    kSplits = 1 << 1,  // of the keys; in FA3 packed GQA, too
+    // Of the scores:
+    kSmallScale = 1 << 2,  // below kLeastScale, or not positive
+    kSoftcap = 1 << 3,
+    kAlibi = 1 << 4,
+    kBias = 1 << 5,
+    kDropout = 1 << 6,
+    kUnaligned = 1 << 7,  // rows that do not start and end on 16-byte boundaries
+};
+
+constexpr OptionSet operator|(OptionSet a, OptionSet b) {
+    return static_cast<OptionSet>(static_cast<unsigned>(a) | static_cast<unsigned>(b));
+}
+constexpr OptionSet operator&(OptionSet a, OptionSet b) {
+    return static_cast<OptionSet>(static_cast<unsigned>(a) & static_cast<unsigned>(b));
+}
+constexpr bool contains(OptionSet set, OptionSet x) { return (set & x) == x; }
+constexpr OptionSet only_if(bool condition, OptionSet x) {
+    return condition ? x : OptionSet::kNone;
+}
+
+// Does ScoreFunction (score.cuh) scale the scores, and change them, before they are masked?
+// Otherwise the scale is a factor of exponents.
+constexpr bool changes_scores(OptionSet set) {
+    using enum OptionSet;
+    return (set & (kSmallScale | kSoftcap | kAlibi | kBias)) != kNone;
+}
+
+// The sets that a kernel is instantiated for. A call takes the first one that contains its options,
+// so a set comes after the sets that it contains.
+struct OptionSets {
+    int count;
+    OptionSet sets[4];
+
+    // The index of the set for these options, or -1.
+    constexpr int index_for(OptionSet needed) const {
+        for (int i = 0; i < count; ++i)
+            if (contains(sets[i], needed)) return i;
+        return -1;
+    }
+};
+
+}  // namespace flash_ext

@@ -1,0 +1,1 @@
+"""`python -m flash_ext.bench`: attention on your shape, beside other implementations."""

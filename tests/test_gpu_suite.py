@@ -1,0 +1,225 @@
+"""The runner of the GPU tests and its reports: completeness, and what it is evidence for.
+
+Would catch a report written by a run that left tests out, a part that crashes unseen, and results
+of a second run that stand for another source.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import gpu_suite
+import gpu_test_report
+import pytest
+import torch
+
+import flash_ext
+
+common = gpu_test_report.common
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Reports:
+    """A plugin of pytest that keeps what it reports."""
+
+    def __init__(self) -> None:
+        self.skipped: list[pytest.TestReport] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.skipped += [report] * report.skipped
+
+
+def test_report_says_why_tests_were_skipped(tmp_path: Path) -> None:
+    (tmp_path / "test_some.py").write_text(
+        "import pytest\n"
+        "@pytest.mark.parametrize('i', (1, 2))\n"
+        "def test_memory(i): pytest.skip('needs 100 GiB')\n"
+        "@pytest.mark.skip(reason='needs two GPUs')\n"
+        "def test_two(): pass\n"
+        "def test_one(): pass\n"
+    )
+    reports = Reports()
+    quiet = ("-p", "no:cacheprovider", "-p", "no:terminal", f"--rootdir={tmp_path}")
+    assert pytest.main([*quiet, str(tmp_path)], plugins=[reports]) == 0
+    reasons = gpu_test_report.skip_reasons(reports.skipped)
+    assert reasons == {"needs 100 GiB": 2, "needs two GPUs": 1}
+
+
+# As `pytest ARGUMENTS --part I/N --report I.json`, once for each part; torch is imported once.
+
+
+# As `pytest ARGUMENTS --part I/N --report I.json`, once for each part; torch is imported once.
+RUN_PARTS = """
+import os, sys, attention_testing, pytest
+parts, *arguments = sys.argv[1:]
+for i in range(int(parts)):
+    if os.fork() == 0:
+        report = ["--part", f"{i}/{parts}", "--report", f"{i}.json"]
+        os._exit(pytest.main([*arguments, *report]))
+    os.wait()
+"""
+
+
+def test_parts_of_the_gpu_tests(tmp_path: Path) -> None:
+    """Every test is in one part, and the variants of a test in the same."""
+    (tmp_path / "conftest.py").write_text((ROOT / "tests/conftest.py").read_text())
+    (tmp_path / "test_some.py").write_text(
+        "import pytest\n"
+        "@pytest.mark.parametrize('name', ('fa1', 'fa2', 'fa3'))\n"
+        "@pytest.mark.parametrize('i', range(20))\n"
+        "def test_it(i, name): assert i != 7 or name != 'fa3'\n"
+        "@pytest.mark.parametrize('gpus', (0, 99))\n"
+        "def test_gpus(gpus, need_gpus): need_gpus(gpus)\n"
+    )
+    command = [sys.executable, "-c", RUN_PARTS, "3"]
+    command += ["-q", "-p", "no:cacheprovider", "-s", f"--rootdir={tmp_path}", str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'tests'}{os.pathsep}{ROOT}"}
+    subprocess.run(command, env=environment, cwd=tmp_path)
+    parts = [json.loads((tmp_path / f"{i}.json").read_text()) for i in range(3)]
+    passed = [part["counts"]["passed"] for part in parts]
+    assert sum(passed) == 60 and min(passed) > 0
+    assert [x for p in parts for x in p["several_gpus"].items()] == [
+        ("test_some.py::test_gpus[0]", 0)
+    ], "named with their number where there are as many"
+    assert [x for p in parts for x in p["skips"]] == ["needs 99 GPUs"]
+    assert sorted(p["counts"]["failed"] for p in parts) == [0, 0, 1]
+    assert [x for p in parts for x in p["failures"]] == ["test_some.py::test_it[7-fa3]"]
+    for parts in (2, 5):
+        assert (
+            len({gpu_suite.part_of(f"test_it[{name}-3]", parts) for name in flash_ext.VARIANTS})
+            == 1
+        )
+
+
+def test_processes_begin_with_gpus_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each still sees all of them."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    seen = [gpu_suite.visible_devices(job)["CUDA_VISIBLE_DEVICES"] for job in range(3)]
+    assert seen == ["3,5", "5,3", "3,5"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert gpu_suite.visible_devices(1)["CUDA_VISIBLE_DEVICES"] == "1,0"
+
+
+def test_failed_tests_run_again() -> None:
+    before = {
+        "counts": {"passed": 7, "failed": 2, "error": 1, "skipped": 4},
+        "failures": ["a", "b", "c"], "exit_status": 1, "digest": "x", "processes": 8,
+    }  # fmt: skip
+    again = {
+        "counts": {"passed": 2, "failed": 1}, "failures": ["b"], "exit_status": 1, "processes": 1,
+        "skips": {}, "several_gpus": {"a": 4},
+    }  # fmt: skip
+    found = gpu_suite.replaced(before | {"several_gpus": {"d": 2}}, again)
+    counts = {"passed": 9, "failed": 1, "error": 0, "skipped": 4}
+    several = {"a": 4, "d": 2}
+    new = {"counts": counts, "failures": ["b"], "again": 3, "several_gpus": several}
+    assert found == before | new
+
+
+@pytest.mark.parametrize(
+    ("before", "again", "status", "message"),
+    (
+        (["a process ended with status -6"], [], 1, "nothing was run: 'a process ended"),
+        (["tests/test_rule.py::test_gone"], [], 4, "nothing is written: .* status 4"),
+        (["tests/test_rule.py"], ["a process ended with status 1"], 1, "nothing is written"),
+    ),
+)
+def test_what_did_not_run_again_replaces_nothing(
+    before: list[str], again: list[str], status: int, message: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    result = {"failures": again, "counts": {}, "exit_status": status}
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "GPU")
+    monkeypatch.setattr(common, "describe_setup", lambda device: {})
+    monkeypatch.setattr(gpu_suite, "run", lambda *_: result)
+    path = common.result_path(torch.device("cuda"), "tests.json")
+    common.write_json(path, {"failures": before, "counts": {}})
+    with pytest.raises(SystemExit, match=message):
+        gpu_suite.run_failed(tmp_path)
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """A made-up device, whose results go to a folder of this test."""
+    setup = dict.fromkeys(common.SAME_SETUP, "x") | {"device": "NVIDIA H200", "date": "2026"}
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
+    monkeypatch.setattr(common, "describe_setup", lambda device: setup)
+    monkeypatch.setattr(gpu_suite, "why_no_gpu", lambda: None)
+    return setup
+
+
+def test_a_report_in_another_file_says_as_much(
+    machine: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With --to too: versions, digest and date; so --failed knows whether it belongs here."""
+    path, test = tmp_path / "there.json", "tests/test_rule.py::test_it"
+    first = {"counts": {"passed": 1, "failed": 1}, "failures": [test], "exit_status": 1}
+    again = {"counts": {"passed": 1}, "failures": [], "exit_status": 0, "several_gpus": {}}
+    monkeypatch.setattr(gpu_suite, "run", lambda *x: again if x[3:] == ([test],) else first)
+    arguments = ["gpu_suite", "--jobs", "20", "--to", str(path)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    assert gpu_suite.main() == 1
+    assert json.loads(path.read_text()) == machine | first
+    assert not (tmp_path / "nvidia-h200/tests.json").exists()
+    monkeypatch.setattr(sys, "argv", [*arguments, "--failed"])
+    assert gpu_suite.main() == 0
+    counts = {"passed": 2, "failed": 0, "error": 0}
+    assert json.loads(path.read_text()) == machine | again | {"counts": counts, "again": 1}
+    machine["digest"] = "of a later source"
+    with pytest.raises(SystemExit, match="there.json is of another source"):
+        gpu_suite.main()
+
+
+def test_without_a_gpu_nothing_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A suite of which every test skips is no evidence."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(gpu_suite, "run", lambda *_: pytest.fail("the tests were run"))
+    monkeypatch.setattr(sys, "argv", ["gpu_suite"])
+    with pytest.raises(SystemExit, match="no CUDA device"):
+        gpu_suite.main()
+
+
+def test_a_part_that_crashes_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts are added up, and one without a report is an error."""
+
+    class Part:
+        def __init__(self, command: list[str], **_: object) -> None:
+            report = Path(command[command.index("--report") + 1])
+            self.returncode = -11 if report.name == "1.json" else 0
+            if not self.returncode:
+                found = {"counts": {"passed": 2}, "skips": {"why": 1}, "failures": []}
+                report.write_text(json.dumps(found | {"several_gpus": {report.name: 2}}))
+
+        def poll(self) -> int:
+            return self.returncode
+
+    monkeypatch.setattr(gpu_suite.subprocess, "Popen", Part)
+    result = gpu_suite.run(3, [], tmp_path)
+    assert result["counts"] == {"passed": 4, "error": 1} and result["skips"] == {"why": 2}
+    assert result["exit_status"] == 11 and result["failures"] == ["a process ended with status -11"]
+    assert result["several_gpus"] == {"0.json": 2, "2.json": 2}
+
+
+def test_make_tells_the_sanitizers_which_python() -> None:
+    """Not the one that it was given, where that has no torch."""
+    command = ["make", "-n", "sanitize", "PYTHON=false", "ARGS=memcheck"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    python = ROOT / ".venv/bin/python"
+    assert f'PYTHON="{python}" bash tests/sanitize.sh memcheck\n' in found.stdout
+
+
+def test_report_files(machine: dict[str, str], tmp_path: Path) -> None:
+    path = gpu_test_report.write("tests.json", {"counts": {"passed": 3}})
+    assert path == tmp_path / "nvidia-h200" / "tests.json"
+    assert json.loads(path.read_text()) == machine | {"counts": {"passed": 3}}
+    path = gpu_test_report.write_sanitizer(["memcheck 0 12", "racecheck 99 30"], 24)
+    assert path.name == "sanitizer.json"
+    tools = json.loads(path.read_text())["tools"]
+    assert tools["racecheck"] == {"exit_status": 99, "seconds": 30}
