@@ -35,8 +35,8 @@ from common import Json
 from torch import Tensor
 
 from flash_ext.integrations import distributed as cp
-from flash_ext.integrations.distributed import agree, request, watch
-from flash_ext.integrations.distributed.kept import Kept
+from flash_ext.integrations.distributed import request
+from flash_ext.integrations.distributed.on_device import Kept
 
 METHODS = (*cp.METHODS, "auto")
 LAYOUTS = ("document_zigzag", "zigzag")
@@ -221,7 +221,7 @@ def alone(args: argparse.Namespace) -> Json:
     def exchange(group: object, mine: list[Any]) -> list[Any]:
         return args.alone * mine
 
-    with mock.patch.object(agree, "_exchange", exchange), mock.patch.object(watch, "EVERY", 10**9):
+    with mock.patch.multiple(request, _exchange=exchange, EVERY=10**9):
         return work(args, torch.device("cpu"))
 
 

@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import flash_ext
 from flash_ext.integrations import distributed as cp
-from flash_ext.integrations.distributed import engines, gather, request, staging, transport
+from flash_ext.integrations.distributed import algorithms, engines, request, transport
 
 Tensor = torch.Tensor
 SLOW_IMPORTS = [
@@ -39,7 +39,7 @@ SLOW_IMPORTS = [
 ]
 """What every process would take seconds to import: a server does, once, and forks them."""
 
-FEW_KEYS = itertools.cycle((gather.FEW_KEYS, 0))
+FEW_KEYS = itertools.cycle((algorithms.FEW_KEYS, 0))
 """By turns: a backward pass of the all-gather is one call, or as many as its plan has."""
 
 EXACT = 1e-10
@@ -196,7 +196,7 @@ def split_call(whole: Whole, group: Any, variant: str = "auto") -> dict[str, Ten
         leaves.append(options["sink"])
     if whole.alibi is not None:
         options["alibi_slopes"] = whole.alibi
-    few_keys = mock.patch.object(gather, "FEW_KEYS", next(FEW_KEYS))
+    few_keys = mock.patch.object(algorithms, "FEW_KEYS", next(FEW_KEYS))
     with attention_testing.nan_filled_outputs(), few_keys:
         out, lse = cp.attention(
             *parts, method=case.method, transport=case.transport, seqlen=case.rows,
@@ -296,29 +296,29 @@ def check_copies(ranks: int, device: str) -> None:
 
     Every case of several spans a rank both span by span and reordered, the others by turns.
     """
-    stagings: dict[Any, staging.Staging] = {}
+    stagings: dict[Any, engines.Staging] = {}
     draw = random.Random(dist.get_rank())
-    before = request.make, staging.GRAIN, staging.LARGE, engines.FEW_SPANS
+    before = request.make, engines.GRAIN, engines.LARGE, engines.FEW_SPANS
 
     def make(name: str, device: torch.device, group: Any, shards: cp.Sharding) -> Any:
         if dist.get_world_size(group) == 1:
             return transport.Collectives(group, shards)
         if group not in stagings:
-            stagings[group] = staging.Staging(functools.partial(SharedFiles, group, draw))
+            stagings[group] = engines.Staging(functools.partial(SharedFiles, group, draw))
         return engines.CopyEngines(stagings[group], shards, dist.get_rank(group))
 
     mesh = mesh_of(ranks, device)
     # With 3 ranks the even ones of all.
     chosen = list(cases(ranks)) if ranks % 2 else list(cases(ranks))[1::2]
-    request.make, staging.GRAIN = make, staging.ALIGNMENT
+    request.make, engines.GRAIN = make, engines.ALIGNMENT
     try:
         for number, case in enumerate(chosen):
-            staging.LARGE = before[2] if number % 3 else 8192
+            engines.LARGE = before[2] if number % 3 else 8192
             limits = (0, 99) if case.layout == "document_zigzag" else (99 * (number % 2),)
             for engines.FEW_SPANS in limits:
                 check_exact(case, mesh if case.two_levels else None)
     finally:
-        request.make, staging.GRAIN, staging.LARGE, engines.FEW_SPANS = before
+        request.make, engines.GRAIN, engines.LARGE, engines.FEW_SPANS = before
 
 
 def mesh_of(ranks: int, device: str) -> DeviceMesh:

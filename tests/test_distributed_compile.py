@@ -25,7 +25,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from flash_ext.integrations import distributed as cp
-from flash_ext.integrations.distributed import graph
+from flash_ext.integrations.distributed import functional
 
 Tensor = torch.Tensor
 HEADS, DIM, DIM_V = 4, 8, 6
@@ -166,7 +166,7 @@ def check_without_the_name(ranks: int, device: str) -> None:
     leaves = tensors(24, False, ranks)
     call = model("all_gather", causal=True)
     torch._dynamo.reset()
-    with mock.patch.object(graph, "available", False):
+    with mock.patch.object(functional, "graphs_available", False):
         compiled = torch.compile(call, backend="aot_eager")
         same(with_gradients(compiled, leaves), with_gradients(call, leaves))
     torch._dynamo.reset()

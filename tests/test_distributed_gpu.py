@@ -33,8 +33,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import flash_ext
 from flash_ext.integrations import distributed as cp
 from flash_ext.integrations import sdpa
-from flash_ext.integrations.distributed import symmetric, watch
-from flash_ext.integrations.distributed.kept import MOST_RESULTS
+from flash_ext.integrations.distributed import request, symmetric
+from flash_ext.integrations.distributed.on_device import MOST_RESULTS
 
 RANKS = (2, 4)
 REPEATS = 20
@@ -245,7 +245,7 @@ def check_no_host_wait(ranks: int, device: str) -> None:
             try:
                 with (
                     contextlib.nullcontext() if warm else no_exchange,
-                    mock.patch.object(watch, "EVERY", watched),
+                    mock.patch.object(request, "EVERY", watched),
                 ):
                     out = cp.attention(*tensors, causal=True, method=method, **where)
                     torch.autograd.grad(out, leaves, torch.ones_like(out))
@@ -270,7 +270,7 @@ def check_copies_to_the_gpu(ranks: int, device: str) -> None:
                 out = cp.attention(*leaves, causal=True, method=method, **where)
                 torch.autograd.grad(out, leaves, torch.ones_like(out))
 
-        with mock.patch.object(watch, "EVERY", 10**9):
+        with mock.patch.object(request, "EVERY", 10**9):
             for edges in others:
                 step(edges)
             torch.cuda.synchronize()

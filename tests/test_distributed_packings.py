@@ -35,10 +35,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash_ext
 from flash_ext.integrations import distributed as cp
-from flash_ext.integrations.distributed import kept as kept_module
-from flash_ext.integrations.distributed import methods, on_device, plan, watch
-from flash_ext.integrations.distributed.calls import Call, Mask
-from flash_ext.integrations.distributed.kept import MOST_RESULTS, Kept, kept
+from flash_ext.integrations.distributed import methods, on_device, plan, request
+from flash_ext.integrations.distributed.on_device import MOST_RESULTS, Kept, kept
+from flash_ext.integrations.distributed.packing import Call, Mask
 
 Span = tuple[int, int]
 CAUSAL = Mask(None, 0)
@@ -234,7 +233,7 @@ def check_ops(ranks: int, device: str) -> None:
             ops(next(every))
         edges = next(every)
         # Modes are off while something that is kept is made; here it is to count.
-        with mock.patch.object(kept_module, "ordinary_tensors", contextlib.nullcontext):
+        with mock.patch.object(on_device, "ordinary_tensors", contextlib.nullcontext):
             new, same = ops(edges), ops(edges)
         assert 0 < new - same <= most, (layout, method, new, same)
 
@@ -398,7 +397,7 @@ def check_disagreement(ranks: int, device: str) -> None:
         attend(same, **options)
         with pytest.raises(ValueError, match=names):
             attend(different, **options)
-    with mock.patch.object(watch, "EVERY", 4):
+    with mock.patch.object(request, "EVERY", 4):
         for _ in range(9):
             attend(same, **options)
         attend(different, **options)

@@ -7,6 +7,7 @@ has, and a cost model that prefers more bytes.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import random
 from dataclasses import replace
@@ -20,15 +21,12 @@ if not torch.distributed.is_available():
     pytest.skip("this torch has no distributed", allow_module_level=True)
 
 from flash_ext.integrations import distributed as cp
-from flash_ext.integrations.distributed import cost, local, methods, plan
-from flash_ext.integrations.distributed.agree import ERROR, disagreement
-from flash_ext.integrations.distributed.calls import Call, Mask
-from flash_ext.integrations.distributed.gather import Gather
-from flash_ext.integrations.distributed.ring import _Results
-from flash_ext.integrations.distributed.rows import join, split
+from flash_ext.integrations.distributed import cost, functional, local, methods, plan
+from flash_ext.integrations.distributed.algorithms import Gather, Ulysses, _Results
+from flash_ext.integrations.distributed.packing import Call, Mask
+from flash_ext.integrations.distributed.request import ERROR, disagreement
 from flash_ext.integrations.distributed.sharding import LAYOUTS, edges
-from flash_ext.integrations.distributed.transport import Pending
-from flash_ext.integrations.distributed.ulysses import Ulysses
+from flash_ext.integrations.distributed.transport import Pending, join, split
 
 DOCUMENTS = (None, (0, 3, 3, 20, 29, 30), (0, 1, 2, 40), (0, 17), (0, 5, 31))
 SIDES = ((None, None), (None, 0), (3, 0), (0, 0), (2, 5), (None, 4), (7, None), (100, 100))
@@ -265,6 +263,12 @@ def test_zigzag_is_balanced() -> None:
         assert max(pairs) / (sum(pairs) / 4) <= bound
     assert edges(10, 4, equal=True) == [0, 2, 5, 7, 10]
     assert edges(10, 4, equal=False) == [0, 3, 6, 9, 10]
+
+
+def test_typed_options_are_the_arguments() -> None:
+    options = set(functional.ContextOptions.__annotations__)
+    named = set(inspect.signature(cp.attention).parameters)
+    assert named == options | {"q", "k", "v", "return_lse"}
 
 
 def test_wrong_layouts_are_refused() -> None:

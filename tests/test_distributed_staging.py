@@ -18,11 +18,10 @@ if not torch.distributed.is_available():
     pytest.skip("this torch has no distributed", allow_module_level=True)
 
 import flash_ext
-from flash_ext.integrations.distributed import local, plan, rows, staging
-from flash_ext.integrations.distributed.engines import CopyEngines
-from flash_ext.integrations.distributed.gather import Gather
+from flash_ext.integrations.distributed import engines, local, plan, transport
+from flash_ext.integrations.distributed.algorithms import Gather
+from flash_ext.integrations.distributed.engines import ALIGNMENT, GRAIN, CopyEngines, Staging
 from flash_ext.integrations.distributed.sharding import sharding
-from flash_ext.integrations.distributed.staging import ALIGNMENT, GRAIN, Staging
 
 
 class Alone:
@@ -225,7 +224,7 @@ def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 def test_gradients_are_not_written_where_keys_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one piece, whose keys are read in place, where no more memory is taken."""
-    monkeypatch.setattr(staging, "LARGE", 3 << 20)
+    monkeypatch.setattr(engines, "LARGE", 3 << 20)
 
     def opened(capacity: int) -> Alone:
         window = Alone(capacity)
@@ -274,12 +273,12 @@ def test_copies_are_exact(dtype: torch.dtype) -> None:
         x = whole[tuple(slice(w - n, w) for w, n in zip(whole.shape, shape, strict=True))]
         x = x.transpose(0, 1) if draw.random() < 0.5 else x
         out = torch.zeros(*x.shape[:-1], x.shape[-1] + draw.choice((0, 1, 8)), dtype=dtype)
-        rows.copy(out[..., : x.shape[-1]], x)
+        transport.copy(out[..., : x.shape[-1]], x)
         expected = torch.zeros_like(out)
         expected[..., : x.shape[-1]] = x
         assert torch.equal(out.view(torch.uint8), expected.view(torch.uint8))
         index = torch.randperm(len(x), dtype=torch.int32)
-        rows.pick(out[..., : x.shape[-1]], x, index)
+        transport.pick(out[..., : x.shape[-1]], x, index)
         assert torch.equal(out.view(torch.uint8), expected[index].view(torch.uint8))
 
 
@@ -292,7 +291,7 @@ def test_rows_are_written_to_all(batch: int, spans: tuple[tuple[int, int], ...])
     count = sum(b - a for a, b in spans)
     x = torch.randn(batch, count, 2, 12)[..., 4:]
     outs = list(torch.full((18, 20, batch, 2, 16), torch.nan)[..., 8:].unbind())
-    rows.copy_to_all(outs, spans, x)
+    transport.copy_to_all(outs, spans, x)
     expected = torch.full((20, batch, 2, 8), torch.nan)
     at = 0
     for a, b in spans:
@@ -348,14 +347,14 @@ def test_totals_write_every_row() -> None:
         for rows_of in (None, index):
             expected = whole if rows_of is None else whole[:, rows_of]
             found = torch.full_like(expected, torch.nan), torch.full_like(expected, torch.nan)
-            rows.total(parts, found, rows_of)
+            transport.total(parts, found, rows_of)
             torch.testing.assert_close(found, (expected, -expected))
         if parts:
             a, b = parts[0][0]
             found = torch.full_like(whole, torch.nan), torch.full_like(whole, torch.nan)
             for x, part in zip(found, parts[0][1], strict=True):
                 x[:, a:b] = part
-            rows.add_in_place(parts, found)
+            transport.add_in_place(parts, found)
             torch.testing.assert_close(found, (whole, -whole))
 
 
@@ -365,9 +364,9 @@ def test_sums_are_rounded_once() -> None:
     for count in range(2, 11):
         exact = values[:count].float().sum().to(torch.bfloat16)
         out = torch.empty(1, 1, 1, 1, dtype=torch.bfloat16)
-        rows.add_up(values[:count], out)
+        transport.add_up(values[:count], out)
         assert out == exact
-        sums = rows.Sum(torch.empty(1, 2, 1, 1, dtype=torch.bfloat16))
+        sums = transport.Sum(torch.empty(1, 2, 1, 1, dtype=torch.bfloat16))
         for x in values[:count]:
             sums.add(x, first=1)
         assert torch.equal(sums.found().flatten(), torch.stack([torch.zeros_like(exact), exact]))

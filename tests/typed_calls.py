@@ -4,6 +4,7 @@ from torch import Tensor
 from typing_extensions import assert_type
 
 import flash_ext
+from flash_ext.integrations import distributed as cp
 
 
 def calls(x: Tensor, cu_seqlens: Tensor, flag: bool) -> None:
@@ -18,4 +19,8 @@ def calls(x: Tensor, cu_seqlens: Tensor, flag: bool) -> None:
     assert_type(flash_ext.attention_varlen(*packed, return_lse=True), both)
     flash_ext.attention(x, x, x, causl=True)  # type: ignore[call-overload]
     flash_ext.attention(x, x, x, softcap="5")  # type: ignore[call-overload]
+    assert_type(cp.attention(x, x, x, causal=True, group=None), Tensor)
+    assert_type(cp.attention(x, x, x, cu_seqlens=(0, 4), return_lse=True), both)
+    assert_type(cp.attention(x, x, x, method="ring", return_lse=flag), Tensor | both)
+    cp.attention(x, x, x, methd="ring")  # type: ignore[call-overload]
     assert_type(flash_ext.explain(x, x, x, causal=True), flash_ext.Explanation)

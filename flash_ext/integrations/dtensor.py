@@ -38,10 +38,10 @@ from torch.library import register_torch_dispatch
 
 from .. import ops
 from ..ops.options import ABOUT, QK_8_BITS, BackwardTensors, dim_of
-from .distributed.calls import Mask
+from .distributed.algorithms import Core
 from .distributed.methods import Groups, build, unsupported_reason
+from .distributed.packing import Mask
 from .distributed.sharding import Sharding, sharding
-from .distributed.ulysses import Core
 
 Role = Literal["batch", "heads", "sequence"] | None
 """What a dimension of the mesh splits. None: nothing."""

@@ -9,23 +9,17 @@
 
 `attention` is context parallelism by three methods, and two of them at two levels:
 
-    functional  `attention`, and its autograd node
-    graph       the same in a graph of torch.compile
-    batch       `shard`, `unshard`, `position_ids`
-    request     what a call asks for: its checks, and the method for it
-    agree, watch    ranks that disagree raise instead of waiting
+    functional  what people call, and `attention` in a graph of torch.compile
+    request     what a call asks for: its checks; ranks that disagree raise instead of waiting
     methods     methods by name, and what "auto" takes by the model in `cost`
-    gather, ring, ulysses   the methods
+    algorithms  the methods: all-gather, ring, Ulysses
     plan        the mask of the whole sequence as local calls, those of documents by `packing`: the
                 one place with positions
-    calls       what a plan is made of: the mask, and a call
     sharding    which rows a rank has
     local       a call of the plan, on tensors
-    rows        copies and sums of rows
-    transport   every communication, and how collectives do it
-    engines     how copies between GPUs do it: staging, and symmetric memory
-    on_device   numbers of the host on a device
-    kept        caches, bounded in bytes
+    transport   every communication, and how collectives do it; copies and sums of rows
+    engines     how copies between GPUs do it, in memory that `symmetric` finds
+    on_device   numbers of the host on a device, what is kept of them, and streams
 """
 
 import torch.distributed
@@ -34,9 +28,8 @@ if not torch.distributed.is_available():
     raise ImportError("flash_ext.integrations.distributed needs a torch with torch.distributed")
 
 from . import cost as cost
-from .batch import position_ids, shard, unshard
 from .cost import METHODS
-from .functional import attention
+from .functional import attention, position_ids, shard, unshard
 from .sharding import LAYOUTS, Sharding, sharding
 
 __all__ = [

@@ -26,7 +26,7 @@ from functools import lru_cache
 
 import torch
 
-from .rows import AT_ONCE
+from .transport import AT_ONCE
 
 METHODS = ("all_gather", "ring", "ulysses")
 """The methods by name."""

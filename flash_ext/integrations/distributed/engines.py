@@ -2,7 +2,7 @@
 
 For ranks of one host that can read and write each other's memory. A collective of NCCL has kernels,
 which take SMs from the attention kernel beside them, or wait for it where it fills the GPU. Here a
-rank writes what others want into its own memory (`staging`), all ranks meet in a barrier, and the
+rank writes what others want into its own memory (`Staging`), all ranks meet in a barrier, and the
 copies from the others' memory run on a stream beside the kernels. They follow one another: two
 streams would share one engine, and what is needed first would wait for what is needed later. Only
 what no kernel hides, the first keys of an all-gather, is written into the others' memory.
@@ -20,17 +20,182 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from . import rows
-from .lanes import Lanes
-from .rows import Parts, Rows
+from .on_device import Lanes
 from .sharding import FEW_SPANS, Sharding, Span, joined
-from .staging import ALIGNMENT, Copy, Region, Staging, Window
-from .transport import Begin, Pending
+from .transport import (
+    Begin,
+    Parts,
+    Pending,
+    Rows,
+    add_in_place,
+    apart,
+    copy,
+    copy_to_all,
+    narrowed,
+    pick,
+    sections,
+    total,
+    widest,
+)
 
+# ----------------------------------------------------------------------------------------- staging
+# Memory that other ranks read and write, and when it may be written again.
+#
+# Most transfers pull: every rank writes what the others want into a region of its own memory, all
+# ranks meet, and then each copies from the regions of the others. Some push: every rank writes into
+# the regions of all, and once they have met each reads its own. All ranks do the same in the same
+# order, so their regions have the same places, and nobody tells anybody where.
+#
+# A region may be written again, by any rank, when no rank reads it any more. What a rank knows of
+# others it knows by barriers: each lets its stream wait for its pulls of a region, and enqueues
+# what reads its own, before a later barrier; so after that barrier all of it is done. Hence
+#
+#     1. a region is closed once this rank's stream waits for its pulls (and nothing enqueued after
+#        the next barrier reads this rank's own part), at the same call on every rank;
+#     2. it is free once a barrier was enqueued after it was closed. `take` may enqueue one.
+#
+# Every transfer has a barrier of its own, so a free region costs none: a forward pass uses two
+# regions in turn.
+
+ALIGNMENT = 256
+"""Of regions and of the blocks in them, in bytes."""
+
+GRAIN = 1 << 21
+"""Memory is taken in multiples of so many bytes, the driver's pages."""
+
+LARGE = 1 << 30
+"""Bytes from which an extra barrier is cheaper than more memory: it frees what is closed."""
+
+Copy = tuple[Tensor, Tensor]
+"""Where to and where from: contiguous, of one shape and dtype."""
+
+
+class Window(Protocol):
+    """Memory of all ranks that this rank can read and write."""
+
+    rank: int
+    buffers: Sequence[Tensor]
+    """Of every rank, uint8 (capacity)."""
+
+    def follow(self) -> None:
+        """What the current stream does next comes after all that earlier transfers enqueued."""
+
+    def drain(self) -> None:
+        """The current stream waits for all pulls that were begun."""
+
+    def meet(self) -> None:
+        """A barrier, enqueued on the current stream: what the ranks enqueued before it is done, and
+        seen by all, when what they enqueue after it begins."""
+
+    def mark(self) -> Callable[[Sequence[Copy]], Callable[[], object]]:
+        """A function that begins copies, once what is now enqueued on the current stream is done,
+        and returns their wait: of the stream that is then the current one."""
+
+
+@dataclass
+class Region:
+    """Bytes [first, last) of a window on every rank, of one transfer."""
+
+    window: Window
+    first: int
+    last: int
+    closed: int | None = None
+    """How many barriers had been enqueued when it was closed."""
+
+    kept: list[object] = field(default_factory=list)
+    """Where pulls write: alive until they are done, even if nobody waits."""
+
+
+class Staging:
+    """The regions of one group of ranks."""
+
+    def __init__(self, open_window: Callable[[int], Window]) -> None:
+        """`open_window` makes a window of so many bytes; all ranks call it together."""
+        self._open = open_window
+        self._window: Window | None = None
+        self._capacity = 0
+        self._met = 0
+        self._regions: list[Region] = []  # of the window that are not known to be free, in order
+
+    @property
+    def capacity(self) -> int:
+        """Bytes that this rank holds for others."""
+        return self._capacity
+
+    def take(self, size: int) -> Region:
+        """A region of so many bytes, which this rank may write from now on."""
+        size = max(1, -(-size // ALIGNMENT)) * ALIGNMENT
+        if self._window is not None:
+            self._window.follow()
+        self._forget_free()
+        place = self._place(size)
+        if place is None and self._window is not None and self._capacity + size > LARGE:
+            self.meet(self._window)
+            self._forget_free()
+            place = self._place(size)
+        if place is None:
+            self._grow(size)
+            place = 0
+        assert self._window is not None
+        region = Region(self._window, place, place + size)
+        self._regions = sorted([*self._regions, region], key=lambda region: region.first)
+        return region
+
+    def _grow(self, size: int) -> None:
+        """A new window, empty, with so many bytes more. Open regions keep the old one.
+
+        Every window costs all ranks a while: so memory is doubled as long as it is small.
+        """
+        more = size if self._capacity + size > LARGE else max(size, self._capacity)
+        capacity = -(-(self._capacity + more) // GRAIN) * GRAIN
+        if capacity > LARGE and all(region.closed is not None for region in self._regions):
+            self._window, self._capacity = None, 0  # there may not be memory for both
+            self._regions = []
+        self._window = self._open(capacity)
+        self._window.follow()
+        self._capacity, self._regions = capacity, []
+
+    def meet(self, window: Window) -> None:
+        """Enqueue a barrier."""
+        window.meet()
+        self._met += 1
+
+    def close(self, region: Region) -> None:
+        """The current stream waits for this rank's pulls of the region."""
+        region.closed = self._met
+        region.kept.clear()
+
+    def abandon(self) -> None:
+        """A new call begins: what an earlier one, which raised, left open is closed."""
+        for region in self._regions:
+            if region.closed is None:
+                region.window.drain()
+                self.close(region)
+
+    def _forget_free(self) -> None:
+        self._regions = [
+            region
+            for region in self._regions
+            if region.closed is None or region.closed >= self._met
+        ]
+
+    def _place(self, size: int) -> int | None:
+        """The first gap that is long enough."""
+        at = 0
+        for region in self._regions:
+            if region.first - at >= size:
+                return at
+            at = region.last
+        return at if at + size <= self._capacity else None
+
+
+# ------------------------------------------------------------------------------------ copy engines
 Like = tuple[tuple[int, ...], torch.dtype]
 """The shape and the dtype of a block."""
 
@@ -107,9 +272,9 @@ class CopyEngines:
         """Rows `span`, as they lie while they travel, of the sequence x (S, …)."""
         a, b = span
         if self._reordered:
-            rows.pick(out, x, self.shards.orders(x.device)[0][a:b])
+            pick(out, x, self.shards.orders(x.device)[0][a:b])
         else:
-            rows.copy(out, x[a:b])
+            copy(out, x[a:b])
 
     def _inverse(self, device: torch.device) -> Tensor | None:
         """Where rows of the sequence lie while they travel; None: at their places in it."""
@@ -121,7 +286,7 @@ class CopyEngines:
         if inverse is None:
             return x
         out = torch.empty_like(x)
-        rows.pick(out, x, inverse)
+        pick(out, x, inverse)
         if x.is_cuda:  # of another stream, maybe, and nobody keeps it
             x.record_stream(torch.cuda.current_stream(x.device.index))
         return out
@@ -133,7 +298,7 @@ class CopyEngines:
         """
         x, *_ = tensors
         dtype, device, batch = x.dtype, x.device, x.shape[0]
-        wide = rows.widest(*tensors)  # in which copies and kernels move elements
+        wide = widest(*tensors)  # in which copies and kernels move elements
         dims, wide_dims = [x.shape[-1] for x in tensors], []
         first, *others = zip(*(x.split(pieces, 2) for x in tensors), strict=True)
         blocks: list[Like] = [_side_by_side(first, self.shards.rows)]
@@ -153,10 +318,10 @@ class CopyEngines:
             with lanes.of(0):
                 of_ranks = [parcel.block(rank, 0).split(dims, -1) for rank in self._every()]
                 for j, part in enumerate(first):
-                    rows.copy_to_all([block[j] for block in of_ranks], self._spans[self.rank], part)
+                    copy_to_all([block[j] for block in of_ranks], self._spans[self.rank], part)
             with lanes.of(1):
                 for i, piece in enumerate(others, 1):
-                    here = rows.narrowed(parcel.block(self.rank, i), (0, x.shape[1]))
+                    here = narrowed(parcel.block(self.rank, i), (0, x.shape[1]))
                     for part, place in zip(piece, here.split(wide_dims, -1), strict=True):
                         place.copy_(part)
         parcel.meet()
@@ -177,7 +342,7 @@ class CopyEngines:
                 left -= 1
                 if left == 0:
                     parcel.close()
-                return rows.apart(self._sequence_order(found, inverse).view(dtype), dims)
+                return apart(self._sequence_order(found, inverse).view(dtype), dims)
 
             return Pending(f"{what}, piece {i + 1} of {len(pieces)}", waits, finish)
 
@@ -197,22 +362,22 @@ class CopyEngines:
         for peer, block in blocks.items():
             at = 0
             for a, b in self._spans[peer]:
-                here = rows.narrowed(whole, (a, b)), rows.narrowed(block, (at, at + b - a))
+                here = narrowed(whole, (a, b)), narrowed(block, (at, at + b - a))
                 copies.append(here)
                 at += b - a
         return copies
 
     def _place_own(self, whole: Tensor, x: Tensor) -> None:
         """This rank's rows x (rows, …) to their places in the sequence (S, …)."""
-        for place, span in rows.sections(whole, self._spans[self.rank]):
-            rows.copy(place, x[slice(*span)].view(place.shape))
+        for place, span in sections(whole, self._spans[self.rank]):
+            copy(place, x[slice(*span)].view(place.shape))
 
     def rotate(self, tensors: Rows, steps: int, what: str) -> Begin:
         """As `Transport` says. Every rank reads its rank - t directly."""
         if steps > 1:
             parcel = _Parcel(self.staging, [_rows_first(x, self.shards.most) for x in tensors])
             for x, block in zip(tensors, parcel.mine, strict=True):
-                rows.copy(block[: x.shape[1]], x.transpose(0, 1))
+                copy(block[: x.shape[1]], x.transpose(0, 1))
             parcel.meet()
 
         def begin(t: int) -> Pending[Rows]:
@@ -244,11 +409,11 @@ class CopyEngines:
 
         def begin(parts: Parts) -> Pending[None]:
             nonlocal written
-            places = rows.apart(mine, dims)
+            places = apart(mine, dims)
             if self._reordered:
-                rows.total(parts, places, self.shards.orders(mine.device)[0])
+                total(parts, places, self.shards.orders(mine.device)[0])
             else:
-                rows.add_in_place(parts, places)
+                add_in_place(parts, places)
             written = mine  # what was another tensor is free
             parcel.meet()
             count = self.shards.lengths[self.rank]
@@ -264,7 +429,7 @@ class CopyEngines:
 
             return Pending(what, [wait], finish)
 
-        return rows.apart(written, dims), begin
+        return apart(written, dims), begin
 
     def _add_up(self, received: Tensor, mine: Tensor, into: Rows) -> None:
         """Each of `into` (B, rows, H, D) from the others' parts (n, rows, B, H, ΣD) and this rank's
@@ -273,10 +438,10 @@ class CopyEngines:
         at = 0
         for a, b in self._spans[self.rank]:
             here, whole = (at, at + b - a), (0, b - a)
-            parts = [rows.narrowed(x, here) for x in received.unbind()]
+            parts = [narrowed(x, here) for x in received.unbind()]
             parts[self.rank] = mine.narrow(0, a, b - a)
-            of_into = tuple(rows.narrowed(x, here, 1) for x in into)
-            rows.total([(whole, rows.apart(x, dims)) for x in parts], of_into)
+            of_into = tuple(narrowed(x, here, 1) for x in into)
+            total([(whole, apart(x, dims)) for x in parts], of_into)
             at += b - a
 
     def _own_rows(self, parcel: _Parcel, received: Sequence[Tensor]) -> list[Copy]:
@@ -286,7 +451,7 @@ class CopyEngines:
             for i, out in enumerate(received):
                 block, at = parcel.block(peer, i), 0
                 for a, b in self._spans[self.rank]:
-                    here = rows.narrowed(out[peer], (at, at + b - a))
+                    here = narrowed(out[peer], (at, at + b - a))
                     copies.append((here, block.narrow(0, a, b - a)))
                     at += b - a
         return copies
@@ -296,7 +461,7 @@ class CopyEngines:
         to, source = (self.rank + by) % self.ranks, (self.rank - by) % self.ranks
         count = self.shards.lengths
         parcel = _Parcel(self.staging, [_rows_first(x, self.shards.most) for x in like])
-        rows.total(parts, tuple(x[: count[to]].transpose(0, 1) for x in parcel.mine))
+        total(parts, tuple(x[: count[to]].transpose(0, 1) for x in parcel.mine))
         parcel.meet()
         found = [x.new_empty(_rows_first(x, count[self.rank])[0]) for x in like]
         parcel.region.kept.append(found)
@@ -319,7 +484,7 @@ class CopyEngines:
         )
         for x, block in zip(by_rank, parcel.mine, strict=True):
             for others in (slice(0, self.rank), slice(self.rank + 1, self.ranks)):
-                rows.copy(block[others, : x.shape[1]], x[others])
+                copy(block[others, : x.shape[1]], x[others])
         parcel.meet()
         whole = [x.new_empty((self.shards.rows, *x.shape[2:])) for x in by_rank]
         copies: list[Copy] = []
@@ -363,7 +528,7 @@ class CopyEngines:
         def finish() -> None:
             for x, out in zip(received, of_ranks, strict=True):
                 for ranks in (slice(0, self.rank), slice(self.rank + 1, self.ranks)):
-                    rows.copy(out[:, :, ranks], x[ranks].movedim(0, 2))
+                    copy(out[:, :, ranks], x[ranks].movedim(0, 2))
             parcel.close()
 
         return Pending(what, [wait], finish)

@@ -1,26 +1,222 @@
-"""`attention`: what people call, and its autograd node."""
+"""What people call: `attention`, its autograd node and its ops in a graph; `shard` and the like."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal, overload
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, overload
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.compiler import is_compiling
+from torch.library import custom_op
+from typing_extensions import Unpack
 
 from ... import ops
 from ...functional import attention_options
 from ...ops.autograd import autocast_tensors
 from ...ops.call import autocasts
-from ...ops.checks import require_pair, require_tensors
-from ...ops.torch_private import below_in_place
-from . import graph
+from ...ops.checks import refuse, require_pair, require_tensors, statistics_dtype
+from ...ops.torch_private import below_in_place, process_group_of
+from .algorithms import Core
 from .local import Options
-from .request import Group, Request, groups_of, prepare
-from .ulysses import Core
+from .methods import Groups, outer_of
+from .on_device import HOST
+from .request import Group, Request, groups_of, on_host, prepare, require_documents, shards_of
+from .sharding import Sharding, sharding
+from .transport import Collectives
+
+# -------------------------------------------------------------------------------------- in a graph
+# `attention` in a graph of torch.compile: two ops, which hold all that is said between ranks.
+#
+# `torch.ops.flash_ext.context_parallel` and its backward op take what a graph can hold: tensors,
+# numbers, and groups by their names, as torch's functional collectives do. Documents are a tensor,
+# so others are no reason to compile again. When the graph runs they do what `attention` does
+# outside of one, its checks included, with one difference: only inputs, out and lse are saved for
+# the backward pass, so Ulysses sends q, k, v and out to the ranks of their heads once more.
+
+graphs_available = process_group_of is not None
+"""Whether this torch finds a group by its name. If not, attention is outside of graphs."""
 
 
+_Prepared = tuple[Core, tuple[Tensor, Tensor, Tensor], Options]
+
+
+class _Settings(NamedTuple):
+    """What both ops are given beside q, k and v, in this order."""
+
+    cu_seqlens: Tensor | None
+    alibi_slopes: Tensor | None
+    sink: Tensor | None
+    across: str
+    within: str
+    """The names of the groups; "" for one level."""
+
+    method: str
+    transport: str
+    layout: str
+    seqlen: int | None
+    causal: bool
+    left: int
+    right: int
+    gradients: bool
+    scale: float | None
+    softcap: float
+    deterministic: bool
+    variant: str
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, new: bool) -> _Prepared:
+        """As `request.prepare`, and the options of the ops."""
+        assert process_group_of is not None
+        groups = Groups(*(process_group_of(name) for name in (self.across, self.within) if name))
+        window = self.left, self.right
+        request = Request(
+            self.method, self.transport, self.layout, self.seqlen, self.causal, window,
+            self.gradients,
+        )  # fmt: skip
+        options: Options = {}
+        for name in ("alibi_slopes", "sink", "scale"):
+            if getattr(self, name) is not None:
+                options[name] = getattr(self, name)
+        for name, default in (("softcap", 0.0), ("deterministic", False), ("variant", "auto")):
+            if getattr(self, name) != default:
+                options[name] = getattr(self, name)
+        return *prepare(request, groups, q, k, v, self.cu_seqlens, options, new), options
+
+
+_SCHEMA = (
+    "Tensor? cu_seqlens, Tensor? alibi_slopes, Tensor? sink, str across, str within, str method,"
+    " str transport, str layout, SymInt? seqlen, bool causal, SymInt left, SymInt right,"
+    " bool gradients, float? scale, float softcap, bool deterministic, str variant"
+)
+
+
+def _in_graph(
+    request: Request,
+    group: Group,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor | Sequence[int] | None,
+    options: Options,
+) -> tuple[Tensor, Tensor]:
+    """out and lse by the op; `options` are those of the ops."""
+    groups = groups_of(group)
+    if cu_seqlens is not None and not isinstance(cu_seqlens, Tensor):
+        cu_seqlens = torch.tensor(cu_seqlens, dtype=torch.int64, device="cpu")
+    settings = _Settings(
+        cu_seqlens,
+        options.get("alibi_slopes"),
+        options.get("sink"),
+        groups.across.group_name,
+        "" if groups.within is None else groups.within.group_name,
+        request.method,
+        request.transport,
+        request.layout,
+        request.seqlen,
+        request.causal,
+        *request.window,
+        request.gradients,
+        options.get("scale"),
+        options.get("softcap", 0.0),
+        options.get("deterministic", False),
+        options.get("variant", "auto"),
+    )
+    found: tuple[Tensor, Tensor] = _forward(q, k, v, *settings)
+    return found
+
+
+@custom_op(
+    "flash_ext::context_parallel",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, {_SCHEMA}) -> (Tensor, Tensor)",
+)
+def _forward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+    settings = _Settings(*given)
+    core, tensors, options = settings.prepare(q, k, v, new=True)
+    out, lse = (x.contiguous() for x in core.forward(*tensors, options)[-2:])
+    return (out, lse) if settings.cu_seqlens is None else (out[0], lse[0])
+
+
+@_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+    *batch, rows, heads, _ = q.shape
+    lse = q.new_empty((*batch, heads, rows), dtype=statistics_dtype(q.dtype))
+    return q.new_empty((*batch, rows, heads, v.shape[-1])), lse
+
+
+@custom_op(
+    "flash_ext::context_parallel_backward",
+    mutates_args=(),
+    schema=(
+        "(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,"
+        f" {_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)"
+    ),
+)
+def _backward(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *given: Any,
+) -> tuple[Tensor, ...]:
+    """dq, dk, dv and dsink, which without a sink has no elements."""
+    settings = _Settings(*given)
+    core, tensors, options = settings.prepare(q, k, v, new=False)
+    packed = settings.cu_seqlens is not None
+    if dout is None:
+        dout = torch.zeros_like(out)
+    elif dout.stride(-1) != 1:
+        dout = dout.contiguous()
+    if packed:
+        dout, out, lse = dout[None], out[None], lse[None]
+        dlse = None if dlse is None else dlse[None]
+    saved = core.saved_again(*tensors, out, lse)
+    *gradients, dsink = core.backward(saved, dout, dlse, options)
+    dq, dk, dv = (x.contiguous() for x in gradients)
+    if packed:
+        dq, dk, dv = dq[0], dk[0], dv[0]
+    return dq, dk, dv, q.new_empty(0) if dsink is None else dsink
+
+
+@_backward.register_fake
+def _(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *given: Any,
+) -> tuple[Tensor, ...]:
+    sink = _Settings(*given).sink
+    dsink = q.new_empty(0) if sink is None else sink.new_empty(sink.shape)
+    return *(x.new_empty(x.shape) for x in (q, k, v)), dsink
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, *given = inputs
+    settings = _Settings(*given)
+    ctx.save_for_backward(q, k, v, *output, *settings[:3])
+    ctx.settings = settings[3:]
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    *tensors, cu_seqlens, alibi_slopes, sink = ctx.saved_tensors
+    settings = _Settings(cu_seqlens, alibi_slopes, sink, *ctx.settings)
+    dq, dk, dv, dsink = _backward(dout, dlse, *tensors, *settings)
+    return dq, dk, dv, None, None, None if sink is None else dsink, *(len(ctx.settings) * [None])
+
+
+_forward.register_autograd(_gradients, setup_context=_save)
+
+
+# --------------------------------------------------------------------------------------- attention
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -58,52 +254,46 @@ class _Attention(torch.autograd.Function):
         return None, None, dq, dk, dv, dsink
 
 
+class ContextOptions(TypedDict, total=False):
+    """The keyword arguments of `attention`, except return_lse."""
+
+    group: Group
+    method: str
+    transport: str
+    layout: str
+    seqlen: int | None
+    cu_seqlens: Tensor | Sequence[int] | None
+    scale: float | None
+    causal: bool
+    window: tuple[int, int]
+    softcap: float
+    alibi_slopes: Tensor | None
+    sink: Tensor | None
+    deterministic: bool | None
+    variant: str
+
+
 @overload
 def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
-    group: Group = None,
-    method: str = "auto",
-    transport: str = "auto",
-    layout: str = "zigzag",
-    seqlen: int | None = None,
-    cu_seqlens: Tensor | Sequence[int] | None = None,
-    scale: float | None = None,
-    causal: bool = False,
-    window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sink: Tensor | None = None,
-    deterministic: bool | None = None,
-    variant: str = "auto",
     return_lse: Literal[False] = False,
+    **options: Unpack[ContextOptions],
 ) -> Tensor: ...
 
 
 @overload
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    group: Group = None,
-    method: str = "auto",
-    transport: str = "auto",
-    layout: str = "zigzag",
-    seqlen: int | None = None,
-    cu_seqlens: Tensor | Sequence[int] | None = None,
-    scale: float | None = None,
-    causal: bool = False,
-    window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sink: Tensor | None = None,
-    deterministic: bool | None = None,
-    variant: str = "auto",
-    return_lse: Literal[True],
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[ContextOptions]
 ) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[ContextOptions]
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def attention(
@@ -179,7 +369,7 @@ def attention(
         RuntimeError: a transfer failed or timed out; the message names it.
     """
     require_tensors(q=q, k=k, v=v)
-    in_graph = (is_compiling() or not ops.is_real(q)) and graph.available
+    in_graph = (is_compiling() or not ops.is_real(q)) and graphs_available
     if in_graph and torch.is_autocast_enabled(q.device.type) or not in_graph and autocasts(q):
         q, k, v = autocast_tensors(q.device.type, q, k, v)
     options = attention_options(
@@ -196,7 +386,7 @@ def attention(
     gradients = torch.is_grad_enabled() and any(of_inputs)
     request = Request(method, transport, layout, seqlen, causal, (left, right), gradients)
     if in_graph:
-        out, lse = graph.attention(request, group, q, k, v, cu_seqlens, options)
+        out, lse = _in_graph(request, group, q, k, v, cu_seqlens, options)
     else:
         out, lse = _attention(request, group, q, k, v, cu_seqlens, options)
     return (out, lse) if return_lse else out
@@ -219,3 +409,110 @@ def _attention(
         core, options, *tensors, options.get("sink")
     )
     return (out.squeeze(0), lse.squeeze(0)) if packed else (out, lse)  # backward copies nothing
+
+
+# ----------------------------------------------------------------------------------------- batches
+# Cutting a batch for the ranks and joining it again: inputs, labels and position ids.
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def _outside_graphs(function: _F) -> _F:
+    """A call breaks a compiler's graph, instead of an error within it."""
+    return torch.compiler.disable(function)  # type: ignore[no-any-return]
+
+
+def _shards(
+    group: Group, seqlen: int, layout: str, cu_seqlens: Tensor | Sequence[int] | None
+) -> tuple[Groups, Sharding]:
+    groups, documents = groups_of(group), on_host(cu_seqlens)
+    if documents is not None:
+        require_documents(documents, seqlen)
+    return groups, shards_of(groups, seqlen, layout, documents)
+
+
+@_outside_graphs
+def shard(
+    x: Tensor,
+    dim: int = 1,
+    *,
+    group: Group = None,
+    layout: str = "zigzag",
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+) -> Tensor:
+    """This rank's rows of a tensor that every rank has whole: inputs, labels, …
+
+    Args:
+        x: any tensor; dimension `dim` runs over the S rows of the whole sequence. Labels are cut
+            the same way: shift them before.
+        dim: that dimension; 0 for packed sequences (S, …).
+        group, layout, cu_seqlens: as in `attention`. cu_seqlens counts only with
+            layout="document_zigzag".
+
+    Returns:
+        The tensor of this rank's rows, differentiable; a view where they are one piece.
+    """
+    groups, shards = _shards(group, x.shape[dim], layout, cu_seqlens)
+    return shards.of_rank(x, groups.rank, dim)
+
+
+@_outside_graphs
+def unshard(
+    x: Tensor,
+    dim: int = 1,
+    *,
+    group: Group = None,
+    layout: str = "zigzag",
+    seqlen: int | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+) -> Tensor:
+    """The whole tensor, on every rank, from every rank's rows: the inverse of `shard`.
+
+    Args:
+        x: this rank's rows along `dim`.
+        dim, group, layout, seqlen, cu_seqlens: as in `shard` and `attention`.
+
+    Returns:
+        The tensor of S rows. It has no gradient.
+
+    Raises:
+        ValueError: x does not have this rank's number of rows.
+    """
+    groups = groups_of(group)
+    documents = on_host(cu_seqlens)
+    if seqlen is None:
+        seqlen = documents[-1] if documents else x.shape[dim] * groups.ranks
+    groups, shards = _shards(group, seqlen, layout, documents)
+    rows = shards.lengths[groups.rank]
+    if x.shape[dim] != rows:
+        refuse(f"x's dimension {dim}", f"this rank's {rows} rows of {seqlen}", x.shape[dim])
+    x = x.detach().movedim(dim, 0)
+    outer = outer_of(groups, shards)
+    if groups.within is not None:
+        of_group = outer.lengths[dist.get_rank(groups.across)]
+        inner = sharding(of_group, groups.within_size, "contiguous")
+        x = Collectives(groups.within, inner).gather_rows(x, "all-gather of rows").wait()
+    x = Collectives(groups.across, outer).gather_rows(x, "all-gather of rows").wait()
+    return x.movedim(0, dim)
+
+
+@_outside_graphs
+def position_ids(
+    seqlen: int,
+    *,
+    group: Group = None,
+    layout: str = "zigzag",
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """The positions of this rank's rows, int64 (rows): for rotary or learned embeddings.
+
+    Args:
+        seqlen: S, of the whole sequence.
+        group, layout: as in `attention`.
+        cu_seqlens: with these, positions count from the start of each row's document.
+        device: of the result.
+    """
+    groups, shards = _shards(group, seqlen, layout, cu_seqlens)
+    place = HOST if device is None else torch.device(device)
+    return shards.positions(groups.rank, on_host(cu_seqlens), place)

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ... import ops
 from ...ops.into import bwd_into, fits, fwd_into
-from . import rows
-from .calls import Call
 from .on_device import on_device
+from .packing import Call
 from .sharding import Span
+from .transport import narrowed, total
 
 Options = dict[str, Any]
 """Options of the ops, without masks and sequences."""
@@ -60,7 +60,7 @@ def options_of(call: Call, options: Options, device: torch.device) -> Options:
 def view(call: Call, x: Tensor, span: Span, dim: int = -3) -> Tensor:
     """Rows of x (B, rows, H, D), or with dim -1 of (B, H, rows), as the call's op has them: without
     B if sequences are packed."""
-    x = rows.narrowed(x, span, dim)
+    x = narrowed(x, span, dim)
     return x if call.packed is None else x.squeeze(0)
 
 
@@ -217,7 +217,7 @@ def backward_of_views(
             ((first, first + used), tuple(x[i : i + 1, :used] for x in of_halves))
             for i, (first, used) in enumerate(zip(firsts, call.used, strict=True))
         ]
-        rows.total(halves, (dk, dv))
+        total(halves, (dk, dv))
     return dsink if "sink" in options else None
 
 

@@ -14,14 +14,12 @@ from torch.distributed import ProcessGroup
 
 from ...ops.checks import refuse
 from . import cost, plan, symmetric
-from .calls import Mask
-from .gather import Gather
-from .kept import kept
+from .algorithms import Core, Gather, Ring, Ulysses, key_head_copies
 from .local import Options
-from .ring import Ring
+from .on_device import kept
+from .packing import Mask
 from .sharding import Sharding, sharding
 from .transport import Transport
-from .ulysses import Core, Ulysses, key_head_copies
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Packed documents as calls: as many in one call of packed sequences as can be.
+"""What plans are made of, and packed documents as calls: as many in one as can be.
 
 Each step of a training has new documents, and the host must not be late with its kernels. So there
 is no loop over documents here: each line is about all pairs of a part of the queries' documents and
@@ -16,16 +16,106 @@ import itertools
 from bisect import bisect_left, bisect_right, insort
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .calls import Call, Mask, Packed
-from .kept import kept
-from .on_device import HOST, Numbers, numbers
-from .sharding import FEW_SPANS, Sharding, cells_of, dtype_of
+from .on_device import HOST, Numbers, bytes_of, kept, numbers
+from .sharding import FEW_SPANS, Documents, Sharding, Span, cells_of, documents_of, dtype_of
 
+# ------------------------------------------------------------------------------------------- calls
+# What a plan is made of: the mask of the whole sequence, and calls of the local op.
+
+
+@dataclass(frozen=True)
+class Mask:
+    """What is visible in the whole sequence."""
+
+    left: int | None = None
+    """How many keys before its own a query sees; None: all."""
+
+    right: int | None = None
+    """How many after its own; None: all. Causal is 0."""
+
+    documents: Sequence[int] | None = None
+    """cu_seqlens: nothing is visible beyond a document, nor in rows after the last."""
+
+    @staticmethod
+    def of(causal: bool, window: tuple[int, int], documents: Sequence[int] | None) -> Mask:
+        """From the options of `flash_ext.attention`."""
+        left, right = (None if side == -1 else side for side in window)
+        return Mask(left, 0 if causal else right, documents)
+
+    def documents_of(self, rows: int) -> Documents:
+        """The documents, a sequence without any being one."""
+        return documents_of((0, rows) if self.documents is None else self.documents)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory, about."""
+        return bytes_of(self.documents)
+
+
+class Packed(NamedTuple):
+    """Several sequences in one call, counted from the first rows of its q and k: which of a plan's
+    numbers are theirs."""
+
+    numbers: Numbers
+    q: slice
+    """Of cu_seqlens_q, (sequences + 1)."""
+
+    k: slice
+    used: slice | None
+    """Of seqused_k, (sequences); None: all keys are used."""
+
+    def on(self, device: torch.device) -> dict[str, Tensor]:
+        """As options of the op, int32 on a device."""
+        every = self.numbers.on(device)
+        found = {"cu_seqlens_q": every[self.q], "cu_seqlens_k": every[self.k]}
+        return found if self.used is None else found | {"seqused_k": every[self.used]}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory, about."""
+        slices = (self.q, self.k, self.used or self.q)
+        return sum(4 * (x.stop - x.start) for x in slices)
+
+
+class Call(NamedTuple):
+    """One call of the local op: rows of the rank's queries against rows of the keys at hand."""
+
+    q: Span
+    k: Span
+
+    window: tuple[int, int] = (-1, -1)
+    """As the op has it: bottom-right aligned, -1 is unlimited."""
+
+    own: bool = False
+    """Whether the keys at the queries' own positions are among the keys. Over all calls of a
+    forward pass that is so exactly once for every query: this call takes the sink."""
+
+    packed: Packed | None = None
+
+    batch_step: int | None = None
+    """Of two halves of q as a batch of two, in one call: the second half's keys begin so many rows
+    after the first's; k is from the first half's first key to the second half's last."""
+
+    used: tuple[int, int] | None = None
+    """How many keys each of the halves has."""
+
+    aligned: bool = True
+    """Whether the last query and the last key of each sequence have one position: then distances,
+    of ALiBi, are those of the whole sequence."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory, about."""
+        return 512 + bytes_of(self.packed)
+
+
+# -------------------------------------------------------------------------------- packed documents
 Q, K, Q_END, K_END, ALIGNED, ALL_ALIGNED, ALL_USED, SIDES = range(8)
 """What is known of a pair: the rows [Q, Q_END) of the rank's queries that see a key, and [K, K_END)
 of the source's keys that a query sees; whether the last query and the last key have one position;

@@ -20,9 +20,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from . import packing
-from .calls import Call as Call
-from .calls import Mask as Mask
-from .kept import kept
+from .on_device import kept
+from .packing import Call as Call
+from .packing import Mask as Mask
 from .packing import share as share
 from .packing import visible_pairs as visible_pairs
 from .sharding import Sharding, Span

@@ -25,8 +25,7 @@ import torch
 from torch import Tensor
 
 from ...ops.checks import refuse
-from .kept import AN_INTEGER, kept
-from .on_device import HOST, KeptOnDevices, moved, numbers
+from .on_device import AN_INTEGER, HOST, KeptOnDevices, kept, moved, numbers
 
 LAYOUTS = ("zigzag", "contiguous", "document_zigzag")
 """The names of the layouts; the first is the default."""

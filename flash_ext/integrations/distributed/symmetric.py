@@ -22,9 +22,8 @@ from torch.distributed import ProcessGroup
 
 from ...ops.checks import refuse
 from ...ops.torch_private import SymmetricMemory, symmetric_memory
-from .engines import CopyEngines
+from .engines import GRAIN, Copy, CopyEngines, Staging
 from .sharding import Sharding
-from .staging import GRAIN, Copy, Staging
 from .transport import Collectives, Transport
 
 TIMEOUT = 600
