@@ -135,10 +135,7 @@ __device__ __forceinline__ void gemm_async(Accumulator& c, const A& a, const B& 
 // After a wait: tells the compiler that C has been written up to this point.
 template <class Accumulator>
 __device__ __forceinline__ void warpgroup_fence(Accumulator& c) {
-#pragma unroll
-    for (int n = 0; n < Accumulator::kN; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) ptx::warpgroup_fence_operand(c.v[0][n][i]);
+    c.for_each([](auto& x, int, int) { ptx::warpgroup_fence_operand(x); });
 }
 
 }  // namespace flash_ext

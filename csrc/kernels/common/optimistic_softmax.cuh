@@ -64,7 +64,7 @@ struct OptimisticSoftmax : OnlineSoftmax<16> {
         rescaling.needed = true;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const float new_max = fmaxf(row_max[0][i], row_maximum(s, 0, i));
+            const float new_max = fmaxf(row_max[0][i], s.row_max(0, i));
             rescaling.factor[i] = ptx::ex2((row_max[0][i] - finite_max(new_max)) * scale);
             row_max[0][i] = new_max;
             row_sum[0][i] *= rescaling.factor[i];
