@@ -1,6 +1,6 @@
-// The operands of a warp's matmuls: fetched from a SharedTile by ldmatrix, or in registers. A 16-bit
-// A operand has the layout of an accumulator (register_tile.cuh), which is why P can go from the
-// scores' accumulators into the next matmul without leaving the registers.
+// The operands of a warp's matmuls: fetched from a SharedTile by ldmatrix, or in registers. A
+// 16-bit A operand has the layout of an accumulator (register_tile.cuh), which is why P can go from
+// the scores' accumulators into the next matmul without leaving the registers.
 #pragma once
 
 #include <cstdint>

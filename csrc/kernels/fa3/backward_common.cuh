@@ -19,13 +19,13 @@ struct Fa3BackwardMaps : BackwardParams {
     CUtensorMap k_map;
     CUtensorMap v_map;
 
-    template <class Config>
+    template <class Kernel>
     cudaError_t encode() {
         for (cudaError_t status :
-             {encode_tensor_map<typename Config::QTile>(q_map, q, head_dim),
-              encode_tensor_map<typename Config::DOTile>(do_map, dout, head_dim_v),
-              encode_tensor_map<typename Config::KTile>(k_map, k, head_dim),
-              encode_tensor_map<typename Config::VTile>(v_map, v, head_dim_v)})
+             {encode_tensor_map<typename Kernel::QTile>(q_map, q, head_dim),
+              encode_tensor_map<typename Kernel::DOTile>(do_map, dout, head_dim_v),
+              encode_tensor_map<typename Kernel::KTile>(k_map, k, head_dim),
+              encode_tensor_map<typename Kernel::VTile>(v_map, v, head_dim_v)})
             if (status != cudaSuccess) return status;
         return cudaSuccess;
     }

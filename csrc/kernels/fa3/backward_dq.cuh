@@ -50,16 +50,10 @@
 
 namespace flash_ext {
 
-template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures,
+template <class Element, int kHeadDim, int kHeadDimV, Features kFeatures,
           tuning::Fa3BackwardWide kTuning>
-struct Fa3BackwardDQConfig {
-    using Element = Element_;
-    using Params = Fa3BackwardWideParams;
+struct Fa3BackwardDQ : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
     static constexpr bool kGeneral = kFeatures == Features::kGeneral;
-    static constexpr int kHeadDim = kHeadDim_;
-    static constexpr int kHeadDimV = kHeadDimV_;
-    static constexpr int kConsumers = 2;
-    static constexpr int kThreads = (kConsumers + 1) * 128;
     static constexpr int kBlockQ = kConsumers * 64;
     static_assert(kBlockQ == tuning::kFa3DQBlockQ);
     static constexpr int kBlockKV = 64;
@@ -67,7 +61,7 @@ struct Fa3BackwardDQConfig {
     static constexpr int kProducerRegisters = 24;
     static constexpr int kConsumerRegisters = 240;
 
-    // Of one consumer.
+    // Q and dO: of one consumer.
     using QTile = SharedTile<Element, 64, kHeadDim>;
     using DOTile = SharedTile<Element, 64, kHeadDimV>;
     using KTile = SharedTile<Element, kBlockKV, kHeadDim>;
@@ -76,8 +70,13 @@ struct Fa3BackwardDQConfig {
     using DOPipeline = Pipeline<1, DOTile::kBytes>;
     using KPipeline = Pipeline<kTuning.k_stages, KTile::kBytes>;
     using VPipeline = Pipeline<kTuning.v_stages, VTile::kBytes>;
-    using WorkTiles = WorkTilePipeline<QueryTile>;
+    using KState = typename KPipeline::State;
+    using VState = typename VPipeline::State;
     static_assert(kTuning.k_stages >= 2);  // of this iteration and the next
+    using Scores = RegisterTile<16, kBlockKV>;
+    using Operand = RegisterOperand<kBlockKV>;
+    using DQ = RegisterTile<16, kHeadDim>;
+    using Order = PingPong<kConsumers>;
 
     struct SharedStorage {
         typename QPipeline::Stages q[kConsumers];
@@ -90,40 +89,18 @@ struct Fa3BackwardDQConfig {
         typename DOPipeline::Barriers do_barriers[kConsumers];
         typename KPipeline::Barriers k_barriers;
         typename VPipeline::Barriers v_barriers;
-        typename WorkTiles::Storage work_tiles;
+        WorkTiles::Storage work_tiles;
     };
-};
 
-template <class Config_>
-struct Fa3BackwardDQ : Fa3Cta<Config_> {
-    using Config = Config_;
-    using Element = typename Config::Element;
-    using QTile = typename Config::QTile;
-    using DOTile = typename Config::DOTile;
-    using KTile = typename Config::KTile;
-    using VTile = typename Config::VTile;
-    using QPipeline = typename Config::QPipeline;
-    using DOPipeline = typename Config::DOPipeline;
-    using KPipeline = typename Config::KPipeline;
-    using VPipeline = typename Config::VPipeline;
-    using KState = typename KPipeline::State;
-    using VState = typename VPipeline::State;
-    using Scores = RegisterTile<16, Config::kBlockKV>;
-    using Operand = RegisterOperand<Config::kBlockKV>;
-    using DQ = RegisterTile<16, Config::kHeadDim>;
-    using Order = PingPong<Config::kConsumers>;
-    using Cta = Fa3Cta<Config>;
-    using Cta::end_work_tile, Cta::params, Cta::release, Cta::release_and_advance, Cta::storage,
-        Cta::work_tiles;
-    using typename Cta::WorkTileState;
+    static constexpr int kTileCount = 1;
+    static cudaError_t encode(Params& params) { return params.encode<Fa3BackwardDQ>(); }
 
-    KPipeline k_pipeline;
-    VPipeline v_pipeline;
+    SharedStorage& storage = shared_storage<SharedStorage>();
+    KPipeline k_pipeline{storage.k, storage.k_barriers};
+    VPipeline v_pipeline{storage.v, storage.v_barriers};
 
-    __device__ __forceinline__ explicit Fa3BackwardDQ(const Fa3BackwardWideParams& p)
-        : Cta(p),
-          k_pipeline(storage.k, storage.k_barriers),
-          v_pipeline(storage.v, storage.v_barriers) {}
+    __device__ __forceinline__ explicit Fa3BackwardDQ(const Params& p)
+        : Fa3Cta(p, shared_storage<SharedStorage>().work_tiles) {}
 
     // Of one consumer.
     __device__ __forceinline__ QPipeline q_pipeline(int of) const {
@@ -134,8 +111,8 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
     }
 
     __device__ __forceinline__ void init() const {
-        constexpr int kReaders = Config::kConsumers * 4;
-        for (int i = 0; i < Config::kConsumers; ++i) {
+        constexpr int kReaders = kConsumers * 4;
+        for (int i = 0; i < kConsumers; ++i) {
             q_pipeline(i).init(4);
             do_pipeline(i).init(128);  // all threads, since all read lse and delta
         }
@@ -153,8 +130,8 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
 
     // Fetches the Q tiles.
     __device__ __forceinline__ void produce_tiles() const {
-        this->fetch_work_tiles([&](QueryTile& tile, int linear) {
-            describe<Config>(tile, params, work_tile(linear, params.schedule));
+        fetch_work_tiles([&](QueryTile& tile, int linear) {
+            describe<Fa3BackwardDQ>(tile, params, work_tile(linear, params.schedule));
             tile.large_lse = params.large_lse.is_raised();
             tile.row_group = row_group(params, tile.sequence, tile.head);
         });
@@ -165,13 +142,12 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
         work_tiles.for_each([&](const QueryTile& tile) {
             const Sequence& s = tile.sequence;
             const TensorRows rows =
-                shared_key_rows<Element>(params, params.k, s, this->head_k(tile.head));
+                shared_key_rows<Element>(params, params.k, s, head_k(tile.head));
             const VisibleTiles kv = tile.kv_tiles;
             if (kv.empty()) work_tiles.allow_fetch();
             for (int i = kv.begin; i < kv.end; ++i) {
-                if (i == max_of(kv.begin, kv.end - 1 - Config::kFetchAhead))
-                    work_tiles.allow_fetch();
-                load_tile<KTile>(k_pipeline, k, params.k_map, rows, kv.tile(i) * Config::kBlockKV);
+                if (i == max_of(kv.begin, kv.end - 1 - kFetchAhead)) work_tiles.allow_fetch();
+                load_tile<KTile>(k_pipeline, k, params.k_map, rows, kv.tile(i) * kBlockKV);
                 k.advance();
             }
         });
@@ -182,10 +158,10 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
         work_tiles.for_each([&](const QueryTile& tile) {
             const Sequence& s = tile.sequence;
             const TensorRows rows =
-                shared_key_rows<Element>(params, params.v, s, this->head_k(tile.head));
+                shared_key_rows<Element>(params, params.v, s, head_k(tile.head));
             for (int i = tile.kv_tiles.begin; i < tile.kv_tiles.end; ++i, v.advance())
                 load_tile<VTile>(v_pipeline, v, params.v_map, rows,
-                                 tile.kv_tiles.tile(i) * Config::kBlockKV);
+                                 tile.kv_tiles.tile(i) * kBlockKV);
         });
     }
 
@@ -194,13 +170,13 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
         work_tiles.for_each([&](const QueryTile& tile) {
             if (tile.kv_tiles.empty()) return;
             const Sequence& s = tile.sequence;
-            for (int i = 0; i < Config::kConsumers; ++i)
+            for (int i = 0; i < kConsumers; ++i)
                 load_tile<QTile>(q_pipeline(i), {0, phase}, params.q_map,
-                                 this->query_rows(params.q, s, tile.head),
+                                 query_rows<Element>(params.q, s, tile.head),
                                  tile.first_query + i * 64);
-            const TensorRows rows = this->query_rows(params.dout, s, tile.head);
+            const TensorRows rows = query_rows<Element>(params.dout, s, tile.head);
 #pragma unroll 1
-            for (int i = 0; i < Config::kConsumers; ++i) {
+            for (int i = 0; i < kConsumers; ++i) {
                 const int first_query = tile.first_query + i * 64;
                 const DOPipeline pipeline = do_pipeline(i);
                 const typename DOPipeline::State d{0, phase};
@@ -278,7 +254,7 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
                 const int first_query = tile.first_query + consumer() * 64;
                 const VisibleTiles own = tiles_of(
                     mask_of(params, tile.sequence).keys_of({first_query, first_query + 64}),
-                    Config::kBlockKV);
+                    kBlockKV);
                 // At least one, even if it is hidden.
                 s.i = ptx::warp_uniform(clamp(own.begin, kv.begin, kv.end - 1));
                 s.last = ptx::warp_uniform(clamp(own.end - 1, s.i, kv.end - 1));
@@ -307,7 +283,7 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
     __device__ __forceinline__ void issue_s(State& s) const {
         const KMajor<QTile> q_rows(q_pipeline(consumer()).stages);
         const KMajor<KTile> k_rows(k_pipeline.stage(s.k));
-        gemm_async<Element, Config::kHeadDim>(s.rS, q_rows, k_rows, false);
+        gemm_async<Element, kHeadDim>(s.rS, q_rows, k_rows, false);
     }
 
     // dP = dO V^T
@@ -315,20 +291,20 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
         v_pipeline.consumer_wait(s.v);
         const KMajor<DOTile> do_rows(do_pipeline(consumer()).stages);
         const KMajor<VTile> v_rows(v_pipeline.stage(s.v));
-        gemm_async<Element, Config::kHeadDimV>(s.rdP, do_rows, v_rows, false);
+        gemm_async<Element, kHeadDimV>(s.rdP, do_rows, v_rows, false);
     }
 
     // dQ += dS K
     __device__ __forceinline__ void issue_dq(State& s, uint32_t k_stage) const {
         const MNMajor<KTile> k_columns(k_pipeline.stage({k_stage, 0}));
-        gemm_async<Element, Config::kBlockKV>(s.rdQ, s.rdS, k_columns, s.accumulate);
+        gemm_async<Element, kBlockKV>(s.rdQ, s.rdS, k_columns, s.accumulate);
     }
 
-    __device__ __forceinline__ WarpScores<Element, Rows::kQueries, Config::kGeneral> warp_scores(
+    __device__ __forceinline__ WarpScores<Element, Rows::kQueries, kGeneral> warp_scores(
         const State& s) const {
         const QueryTile& tile = work_tiles[s.tile];
         return {params, tile.sequence, tile.head, tile.first_query + warp_row(),
-                tile.kv_tiles.tile(s.i) * Config::kBlockKV};
+                tile.kv_tiles.tile(s.i) * kBlockKV};
     }
 
     // P = 2^(S scale - lse), while dP runs. lse has arrived with dO.
@@ -339,7 +315,7 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
         const bool large_lse = work_tiles[s.tile].large_lse;
         const bool full = mask_of(params, scores.sequence)
                               .is_full({scores.first_row, scores.first_row + 16},
-                                       {scores.first_col, scores.first_col + Config::kBlockKV});
+                                       {scores.first_col, scores.first_col + kBlockKV});
         scores.probabilities(s.rS, storage.lse[0] + warp_row(), large_lse || !full, large_lse);
         compute_here(s.rS);
     }
@@ -349,7 +325,7 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
         finish(s.rdP);
         release_and_advance(v_pipeline, s.v);
         softmax_gradient<Rows::kQueries>(s.rdP, s.rS, storage.delta[0] + warp_row());
-        if (Config::kGeneral && params.softcap != 0.f)
+        if (kGeneral && params.softcap != 0.f)
             warp_scores(s).softcap_gradient(
                 s.rdP, s.rS, [&](int row) { return storage.lse[0][warp_row() + row]; });
         s.rdS.template round<Element>(s.rdP);
@@ -416,18 +392,5 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
         }
     }
 };
-
-template <class Config>
-cudaError_t launch_fa3_backward_dq(const BackwardParams& call, const Schedule& schedule, int sms,
-                                   cudaStream_t stream) {
-    Fa3BackwardWideParams params{call};
-    params.scheduler = make_dynamic_scheduler(call.tile_count_semaphore + 1);
-    params.schedule = schedule;
-    if (cta_count(schedule) == 0) return cudaSuccess;
-    const cudaError_t status = params.encode<Config>();
-    if (status != cudaSuccess) return status;
-    return launch_fa3<Fa3BackwardDQ<Config>>(params, cta_count(schedule), sms, stream,
-                                             {.pdl = true});
-}
 
 }  // namespace flash_ext

@@ -20,31 +20,38 @@ namespace flash_ext {
 template <class Element, int kHeadDim, int kHeadDimV, Features kFeatures>
 cudaError_t launch_fa3_backward_wide(const BackwardParams& params, const BackwardKernel& kernel,
                                      cudaStream_t stream) {
+    constexpr bool kGeneral = kFeatures == Features::kGeneral;
     constexpr tuning::Fa3BackwardWide kTuning = tuning::fa3_backward_wide({kHeadDim, kHeadDimV});
-    using DKDV = Fa3BackwardDKDVConfig<Element, kHeadDim, kHeadDimV, kFeatures, kTuning.pool_pairs,
-                                       kFeatures == Features::kGeneral>;
+    using DKDV =
+        Fa3BackwardDKDV<Element, kHeadDim, kHeadDimV, kFeatures, kTuning.pool_pairs, kGeneral>;
     using DKDVStoringDS =
-        Fa3BackwardDKDVConfig<Element, kHeadDim, kHeadDimV, kFeatures, kTuning.pool_pairs, true>;
-    using DQGemm = Fa3BackwardDQGemmConfig<Element, kHeadDim, kTuning.dq_gemm_stages>;
-    using DQ = Fa3BackwardDQConfig<Element, kHeadDim, kHeadDimV, kFeatures, kTuning>;
-    cudaError_t status = backward_preprocess(params, DKDV::kBlockQ, DKDV::kGeneral, stream);
-    const int heads = kernel.ds_heads > 0 ? params.heads_k * params.batch : 0;
-    for (int head = 0; head < heads && status == cudaSuccess; head += kernel.ds_heads) {
+        Fa3BackwardDKDV<Element, kHeadDim, kHeadDimV, kFeatures, kTuning.pool_pairs, true>;
+    using DQGemm = Fa3BackwardDQGemm<Element, kHeadDim, kTuning.dq_gemm_stages>;
+    using DQ = Fa3BackwardDQ<Element, kHeadDim, kHeadDimV, kFeatures, kTuning>;
+    cudaError_t status = backward_preprocess(params, DKDV::kBlockQ, kGeneral, stream);
+    if (kernel.ds_heads == 0) {
+        if (status == cudaSuccess)
+            status =
+                launch_fa3_backward_pass<DKDV>(params, {}, kernel.wide.keys, kernel.sms, stream);
+        if (status == cudaSuccess)
+            status =
+                launch_fa3_backward_pass<DQ>(params, {}, kernel.wide.queries, kernel.sms, stream);
+        return status;
+    }
+    const int heads = params.heads_k * params.batch;
+    for (int head = 0; head < heads; head += kernel.ds_heads) {
         const bool whole = head + kernel.ds_heads <= heads;
         const WideSchedules& schedules = whole ? kernel.wide : kernel.last_wide;
-        const DSWorkspace ds_workspace{static_cast<char*>(kernel.ds), head,
-                                       whole ? kernel.ds_heads : heads - head,
-                                       DSWorkspaceTiles(params)};
-        status = launch_fa3_backward_dkdv<DKDVStoringDS>(params, ds_workspace, schedules.keys,
-                                                         kernel.sms, stream);
+        const DSWorkspace ds{static_cast<char*>(kernel.ds), head,
+                             whole ? kernel.ds_heads : heads - head, DSWorkspaceTiles(params)};
         if (status == cudaSuccess)
-            status = launch_fa3_backward_dq_gemm<DQGemm>(params, ds_workspace, schedules.queries,
-                                                         kernel.sms, stream);
+            status = launch_fa3_backward_pass<DKDVStoringDS>(params, ds, schedules.keys, kernel.sms,
+                                                             stream);
+        if (status == cudaSuccess)
+            status =
+                launch_fa3_backward_pass<DQGemm>(params, ds, schedules.queries, kernel.sms, stream);
     }
-    if (kernel.ds_heads > 0 || status != cudaSuccess) return status;
-    status = launch_fa3_backward_dkdv<DKDV>(params, {}, kernel.wide.keys, kernel.sms, stream);
-    if (status != cudaSuccess) return status;
-    return launch_fa3_backward_dq<DQ>(params, kernel.wide.queries, kernel.sms, stream);
+    return status;
 }
 
 template <int kHeadDim, int kHeadDimV>
