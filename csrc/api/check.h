@@ -10,7 +10,6 @@
 #include <cmath>
 #include <cstdint>
 #include <optional>
-#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -21,6 +20,7 @@
 #include "plan/call.h"
 #include "plan/device.h"
 #include "plan/head_dims.h"
+#include "plan/text.h"
 #include "plan/variants.h"
 #include "problem/params.h"
 
@@ -30,10 +30,7 @@ using torch::headeronly::ScalarType;
 
 template <class... Parts>
 [[noreturn]] void fail(const Parts&... parts) {
-    std::ostringstream message;
-    message << "flash_ext: ";
-    (message << ... << parts);
-    throw std::runtime_error(message.str());
+    throw std::runtime_error(text("flash_ext: ", parts...));
 }
 
 template <class Got>
@@ -43,11 +40,9 @@ template <class Got>
 
 template <class Range>
 std::string shape_text(const Range& sizes) {
-    std::ostringstream text;
-    text << "(";
-    for (size_t i = 0; i < sizes.size(); ++i) text << (i ? ", " : "") << sizes[i];
-    text << ")";
-    return text.str();
+    std::string shape;
+    for (const auto size : sizes) shape += text(shape.empty() ? "" : ", ", size);
+    return text("(", shape, ")");
 }
 
 inline const char* dtype_name(ScalarType dtype) {
@@ -187,11 +182,11 @@ inline void check_descale(const char* argument, const Tensor& descale, int64_t h
         fits = descale.size(0) == sizes.batch && descale.size(1) == heads &&
                (last < 0 || descale.size(2) == last);
     if (fits) return;
-    std::ostringstream wanted;
-    wanted << "one number, of shape (batch, heads_k) = (" << sizes.batch << ", " << sizes.heads_k
-           << "), or " << layout << " = (" << sizes.batch << ", " << heads << ", ";
-    (last < 0 ? wanted << "blocks" : wanted << last) << ")";
-    refuse(argument, wanted.str(), shape_text(descale.sizes()));
+    const std::string blocks = last < 0 ? "blocks" : text(last);
+    refuse(argument,
+           text("one number, of shape (batch, heads_k) = (", sizes.batch, ", ", sizes.heads_k,
+                "), or ", layout, " = (", sizes.batch, ", ", heads, ", ", blocks, ")"),
+           shape_text(descale.sizes()));
 }
 
 // What only 8-bit inputs have, and what they cannot have. `dtype` is q's.

@@ -8,8 +8,8 @@ constexpr double kMaxFa3Softcap = 2048;
 
 std::string fa3_unsupported_reason(const Call& call, Pass pass) {
     if (call.device.major != 9)
-        return "needs a Hopper GPU (compute capability 9.0), this one has " +
-               std::to_string(call.device.major) + "." + std::to_string(call.device.minor);
+        return text("needs a Hopper GPU (compute capability 9.0), this one has ", call.device.major,
+                    ".", call.device.minor);
 #ifndef FLASH_EXT_SM90A
     return "was not built: add 90a to FLASH_EXT_CUDA_ARCHS";
 #endif
@@ -23,13 +23,12 @@ std::string fa3_unsupported_reason(const Call& call, Pass pass) {
     if (call.softcap > kMaxFa3Softcap) return "has no softcap above 2048";
     for (const Operand& x : call.operands) {
         // A tensor map needs memory.
-        if (backward && x.is_empty()) return std::string("has no backward for an empty ") + x.name;
+        if (backward && x.is_empty()) return text("has no backward for an empty ", x.name);
         if (!x.is_aligned())
-            return std::string("needs rows of ") + x.name +
-                   " that start and end on 16-byte boundaries";
+            return text("needs rows of ", x.name, " that start and end on 16-byte boundaries");
         if (!x.is_reached_by_tma())
-            return std::string("needs rows of ") + x.name +
-                   " that are not one row repeated, within 32 GiB of memory";
+            return text("needs rows of ", x.name,
+                        " that are not one row repeated, within 32 GiB of memory");
     }
     // The limit of dynamic_persistent_scheduler.cuh, with the smallest tiles.
     const int rows = backward ? tuning::kMinFa3BackwardBlock : tuning::kForwardBlockQ;
@@ -39,7 +38,7 @@ std::string fa3_unsupported_reason(const Call& call, Pass pass) {
     };
     const int64_t keys = backward ? tiles(sizes.heads_k, sizes.seqlen_k) : 0;
     if (std::max(keys, tiles(sizes.heads_q, sizes.seqlen_q)) >= int64_t{1} << 24)
-        return "needs fewer than 2^24 tiles of " + std::to_string(rows) + " rows";
+        return text("needs fewer than 2^24 tiles of ", rows, " rows");
     return "";
 }
 

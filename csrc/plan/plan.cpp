@@ -39,7 +39,7 @@ Choice choose(const Call& call, Pass pass, Variant variant, bool may_stand_in) {
         const VariantRow& row = row_of(variant);
         const std::string reason = row.unsupported_reason(call, pass);
         if (reason.empty()) return {variant, why};
-        why = std::string("variant '") + name_of(variant) + "' " + reason;
+        why = text("variant '", name_of(variant), "' ", reason);
         if (!may_stand_in || !row.stand_in) return {std::nullopt, why};
         if (call.has_8_bits())
             return {std::nullopt, why + ", and no other variant has 8-bit inputs"};
@@ -92,11 +92,9 @@ cudaError_t launch(const BackwardPlan& plan, cudaStream_t stream) {
 
 std::string text_of(Pass pass, Variant variant, const AttentionParams& params) {
     constexpr const char* kTypes[] = {"float16", "bfloat16", "float8_e4m3fn", "int8"};
-    std::ostringstream text;
-    text << "the " << (pass == Pass::kForward ? "forward" : "backward") << " pass of variant '"
-         << name_of(variant) << "' at head dimensions " << params.head_dim << " and "
-         << params.head_dim_v << " in " << kTypes[static_cast<int>(params.element_type)];
-    return text.str();
+    return text("the ", pass == Pass::kForward ? "forward" : "backward", " pass of variant '",
+                name_of(variant), "' at head dimensions ", params.head_dim, " and ",
+                params.head_dim_v, " in ", kTypes[static_cast<int>(params.element_type)]);
 }
 
 }  // namespace flash_ext

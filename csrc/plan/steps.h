@@ -4,12 +4,12 @@
 #include <algorithm>
 #include <cstdint>
 #include <optional>
-#include <sstream>
 #include <string>
 
 #include "plan/cost.h"
 #include "plan/dispatch.h"
 #include "plan/plan.h"
+#include "plan/text.h"
 #include "plan/workspace_rows.cuh"
 #include "schedule/launch_epoch.h"
 
@@ -41,12 +41,10 @@ inline HeadDims head_dims(const AttentionParams& params) {
 // 8.6, 8.9, 12.x) have less shared memory than the A100.
 inline std::string shared_memory_reason(const Call& call, Pass pass, int needed) {
     if (needed <= call.device.shared_bytes) return "";
-    std::ostringstream text;
-    text << "needs " << needed << " bytes of shared memory per block "
-         << (pass == Pass::kBackward ? "in the backward pass " : "") << "at head dimensions "
-         << call.sizes.head_dim << " and " << call.sizes.head_dim_v << ", this GPU has "
-         << call.device.shared_bytes;
-    return text.str();
+    return text("needs ", needed, " bytes of shared memory per block ",
+                pass == Pass::kBackward ? "in the backward pass " : "", "at head dimensions ",
+                call.sizes.head_dim, " and ", call.sizes.head_dim_v, ", this GPU has ",
+                call.device.shared_bytes);
 }
 
 // Shared memory of a kernel that does not exist: more than any GPU has.

@@ -6,8 +6,11 @@
 namespace flash_ext::ptx {
 
 // Returns x. What depends on it is computed where it is used: otherwise the compiler moves it out
-// of the loop and keeps the results in registers that the matmuls need.
-__device__ __forceinline__ int not_hoisted(int x) {
+// of the loop and keeps the results in registers that the matmuls need. An unsigned x stays
+// unsigned: signed quotients and remainders cost several instructions more.
+template <class Integer>
+__device__ __forceinline__ Integer not_hoisted(Integer x) {
+    static_assert(sizeof(x) == 4);
     asm volatile("" : "+r"(x));
     return x;
 }

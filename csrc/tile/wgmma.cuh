@@ -34,10 +34,11 @@ __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address) {
     return kConstant | (kPinned ? static_cast<uint32_t>(ptx::warp_uniform(encoded)) : encoded);
 }
 
-// Moves the start address, in the lower half: it does not overflow.
-__device__ __forceinline__ void move_descriptor(uint64_t& descriptor, uint32_t bytes) {
+// The descriptor of what is this many bytes further on. The start address is in the lower half,
+// which does not overflow.
+__device__ __forceinline__ uint64_t moved_descriptor(uint64_t descriptor, uint32_t bytes) {
     const uint32_t lower = static_cast<uint32_t>(descriptor) + bytes / 16;
-    descriptor = (descriptor >> 32 << 32) | lower;
+    return (descriptor >> 32 << 32) | lower;
 }
 
 // A K-major operand, stored [m or n][k]. A step along k (16 elements, of FP8 32) is two 16-byte
@@ -51,11 +52,24 @@ struct KMajor {
         : descriptor(matrix_descriptor<Tile, kPinned>(tile + first_row * Tile::kPitch)) {}
 
     // The operand this many bytes further on.
-    __device__ __forceinline__ void move(uint32_t bytes) { move_descriptor(descriptor, bytes); }
+    __device__ __forceinline__ void move(uint32_t bytes) {
+        descriptor = moved_descriptor(descriptor, bytes);
+    }
 
+    // The bytes from the operand's first 16 columns to its k-th.
+    static constexpr uint32_t step(int k) {
+        return k / Tile::kBlocksPerAtom * Tile::kAtomBytes + k % Tile::kBlocksPerAtom * 32;
+    }
+    __device__ __forceinline__ uint64_t at(int k) const { return descriptor + step(k) / 16; }
+};
+
+// ptxas 13.0: a step is an addition to the lower half. In 64 bits it is one, too, but beside an
+// operand whose stage changes it becomes two with a carry, and three moves.
+template <class Tile>
+struct KMajorBy32Bits : KMajor<Tile> {
+    using KMajor<Tile>::KMajor;
     __device__ __forceinline__ uint64_t at(int k) const {
-        const int atom = k / Tile::kBlocksPerAtom;
-        return descriptor + (atom * Tile::kAtomBytes + k % Tile::kBlocksPerAtom * 32) / 16;
+        return moved_descriptor(this->descriptor, this->step(k));
     }
 };
 
@@ -69,7 +83,9 @@ struct MNMajor {
         : descriptor(matrix_descriptor<Tile, kPinned>(tile)) {}
 
     // The operand this many bytes further on.
-    __device__ __forceinline__ void move(uint32_t bytes) { move_descriptor(descriptor, bytes); }
+    __device__ __forceinline__ void move(uint32_t bytes) {
+        descriptor = moved_descriptor(descriptor, bytes);
+    }
 
     __device__ __forceinline__ uint64_t at(int k) const {
         return descriptor + k * 16 * Tile::kPitch / 16;

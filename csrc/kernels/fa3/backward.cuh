@@ -101,7 +101,7 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kFeature
         return ptx::shared_address(storage.ds[stage]);
     }
     __device__ __forceinline__ void store_ds(const Operand& rdS, uint32_t stage) const {
-        const int lane = ptx::not_hoisted(threadIdx.x) % 32;  // registers are short at d 64
+        const uint32_t lane = threadIdx.x % 32;
         if constexpr (kTuning.transpose_dq) {
             const uint32_t address = ds_tile(stage) + DSTile::offset(lane / 16 * 8 + lane % 8,
                                                                      warp_key / 8 + lane / 8 % 2);
@@ -163,15 +163,15 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kFeature
     struct Operands {
         const Fa3Backward& cta;
         int consumer = cta.consumer;
-        KMajor<KTile> k_rows{cta.k_pipeline.stages, consumer * 64};
-        KMajor<VTile> v_rows{cta.v_pipeline.stages, consumer * 64};
-        KMajor<QTile> q_rows{cta.q_pipeline.stages};
-        KMajor<DOTile> do_rows{cta.do_pipeline.stages};
+        KMajorBy32Bits<KTile> k_rows{cta.k_pipeline.stages, consumer * 64};
+        KMajorBy32Bits<VTile> v_rows{cta.v_pipeline.stages, consumer * 64};
+        KMajorBy32Bits<QTile> q_rows{cta.q_pipeline.stages};
+        KMajorBy32Bits<DOTile> do_rows{cta.do_pipeline.stages};
         MNMajor<QTile> q_columns{cta.q_pipeline.stages};
         MNMajor<DOTile> do_columns{cta.do_pipeline.stages};
         Statistics lse_rows{ptx::shared_address(cta.storage.lse)};  // if by_matmul
         Statistics delta_rows{ptx::shared_address(cta.storage.delta)};
-        KMajor<DSTile> ds_rows{cta.ds_tile(0), kTuning.transpose_dq ? 0 : consumer * 64};
+        KMajorBy32Bits<DSTile> ds_rows{cta.ds_tile(0), kTuning.transpose_dq ? 0 : consumer * 64};
         MNMajor<DSTile> ds_columns{cta.ds_tile(0) + consumer * DSTile::kAtomBytes};
         MNMajor<KTile> k_columns{cta.k_pipeline.stages + (kTuning.transpose_dq ? consumer : 0) *
                                                              (64 / KTile::kAtomCols) *
