@@ -126,6 +126,13 @@ struct RegisterOperand {
         for (int k = 0; k < kCols / 16; ++k)
             AFromRegisters<Element, RegisterTile<16, kCols>>{source}.load_a(v[k], 0, k);
     }
+    // Eight columns, from col on.
+    template <class Element>
+    __device__ __forceinline__ void round_columns(const RegisterTile<16, 8>& source, int col) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            v[col / 16][col % 16 / 4 + i] = source.template pack<Element>(0, 0, i);
+    }
     __device__ __forceinline__ const uint32_t (&at(int k) const)[4] { return v[k]; }
 };
 

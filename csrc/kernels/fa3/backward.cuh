@@ -266,8 +266,8 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kFeature
                     warp_scores(tile, s.at, 8 * n).softcap_gradient(ds, p, [&](int col) -> float {
                         return lse[8 * n + col];
                     });
-            round_piece<Element>(s.rP, p, n);
-            round_piece<Element>(s.rdS, ds, n);
+            s.rP.template round_columns<Element>(p, 8 * n);
+            s.rdS.template round_columns<Element>(ds, 8 * n);
         }
     }
 

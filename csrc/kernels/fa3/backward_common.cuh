@@ -75,16 +75,6 @@ __device__ __forceinline__ void finish(Accumulators&... accumulators) {
     (warpgroup_fence(accumulators), ...);
 }
 
-// Columns 8 n to 8 n + 7 of an operand, from an accumulator.
-template <class Element, class Operand>
-__device__ __forceinline__ void round_piece(Operand& operand, const RegisterTile<16, 8>& piece,
-                                            int n) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-        operand.v[n / 2][n % 2 * 2 + i] =
-            ptx::pack<Element>(piece.v[0][0][2 * i], piece.v[0][0][2 * i + 1]);
-}
-
 // The scores of a warp's 16 rows and a tile of the other operand, from position first_row and
 // first_col of the sequence on. Rows are keys, or queries in backward_dq.cuh.
 template <class Element, Rows kRows, bool kGeneral>

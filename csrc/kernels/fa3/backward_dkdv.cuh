@@ -367,9 +367,9 @@ struct Fa3BackwardDKDV : Fa3Cta<Fa3BackwardWideParams, KeyTile> {
         for (int n = 0; n < Scores::kN; ++n) {
             RegisterTile<16, 8> p;
             ptx::ld_shared_v4(p.v[0][0], p_address(s.p, n));
-            auto& ds = reinterpret_cast<RegisterTile<16, 8>&>(s.scores.v[0][n]);
+            auto& ds = s.scores.template columns<8>(8 * n);
             softmax_gradient<Rows::kKeys>(ds, p, delta + 8 * n);
-            round_piece<Element>(s.operand, ds, n);
+            s.operand.template round_columns<Element>(ds, 8 * n);
         }
         p_pipeline.consumer_release(s.p);
         s.p.advance();

@@ -66,8 +66,8 @@ struct Fa3BackwardDQ : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
     using DOTile = SharedTile<Element, 64, kHeadDimV>;
     using KTile = SharedTile<Element, kBlockKV, kHeadDim>;
     using VTile = SharedTile<Element, kBlockKV, kHeadDimV>;
-    using QPipeline = Pipeline<1, QTile::kBytes>;
-    using DOPipeline = Pipeline<1, DOTile::kBytes>;
+    using QPipeline = Pipeline<kConsumers, QTile::kBytes>;  // a stage for each consumer
+    using DOPipeline = Pipeline<kConsumers, DOTile::kBytes>;
     using KPipeline = Pipeline<kTuning.k_stages, KTile::kBytes>;
     using VPipeline = Pipeline<kTuning.v_stages, VTile::kBytes>;
     using KState = typename KPipeline::State;
@@ -79,14 +79,14 @@ struct Fa3BackwardDQ : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
     using Order = PingPong<kConsumers>;
 
     struct SharedStorage {
-        typename QPipeline::Stages q[kConsumers];
-        typename DOPipeline::Stages dout[kConsumers];
+        typename QPipeline::Stages q;
+        typename DOPipeline::Stages dout;
         typename KPipeline::Stages k;
         typename VPipeline::Stages v;
         float lse[kConsumers][64];
         float delta[kConsumers][64];
-        typename QPipeline::Barriers q_barriers[kConsumers];
-        typename DOPipeline::Barriers do_barriers[kConsumers];
+        typename QPipeline::Barriers q_barriers;
+        typename DOPipeline::Barriers do_barriers;
         typename KPipeline::Barriers k_barriers;
         typename VPipeline::Barriers v_barriers;
         WorkTiles::Storage work_tiles;
@@ -96,26 +96,18 @@ struct Fa3BackwardDQ : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
     static cudaError_t encode(Params& params) { return params.encode<Fa3BackwardDQ>(); }
 
     SharedStorage& storage = shared_storage<SharedStorage>();
+    QPipeline q_pipeline{storage.q, storage.q_barriers};
+    DOPipeline do_pipeline{storage.dout, storage.do_barriers};
     KPipeline k_pipeline{storage.k, storage.k_barriers};
     VPipeline v_pipeline{storage.v, storage.v_barriers};
 
     __device__ __forceinline__ explicit Fa3BackwardDQ(const Params& p)
         : Fa3Cta(p, shared_storage<SharedStorage>().work_tiles) {}
 
-    // Of one consumer.
-    __device__ __forceinline__ QPipeline q_pipeline(int of) const {
-        return {storage.q[of], storage.q_barriers[of]};
-    }
-    __device__ __forceinline__ DOPipeline do_pipeline(int of) const {
-        return {storage.dout[of], storage.do_barriers[of]};
-    }
-
     __device__ __forceinline__ void init() const {
         constexpr int kReaders = kConsumers * 4;
-        for (int i = 0; i < kConsumers; ++i) {
-            q_pipeline(i).init(4);
-            do_pipeline(i).init(128);  // all threads, since all read lse and delta
-        }
+        q_pipeline.init(4);
+        do_pipeline.init(128);  // all threads, since all read lse and delta
         k_pipeline.init(kReaders);
         v_pipeline.init(kReaders);
         work_tiles.init(kReaders + 3);  // and the other producers
@@ -170,24 +162,24 @@ struct Fa3BackwardDQ : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
         work_tiles.for_each([&](const QueryTile& tile) {
             if (tile.kv_tiles.empty()) return;
             const Sequence& s = tile.sequence;
-            for (int i = 0; i < kConsumers; ++i)
-                load_tile<QTile>(q_pipeline(i), {0, phase}, params.q_map,
+            for (uint32_t i = 0; i < kConsumers; ++i)
+                load_tile<QTile>(q_pipeline, {i, phase}, params.q_map,
                                  query_rows<Element>(params.q, s, tile.head),
                                  tile.first_query + i * 64);
             const TensorRows rows = query_rows<Element>(params.dout, s, tile.head);
 #pragma unroll 1
-            for (int i = 0; i < kConsumers; ++i) {
+            for (uint32_t i = 0; i < kConsumers; ++i) {
                 const int first_query = tile.first_query + i * 64;
-                const DOPipeline pipeline = do_pipeline(i);
-                const typename DOPipeline::State d{0, phase};
-                pipeline.producer_acquire(d);
-                pipeline.producer_expect(d, DOTile::kBytes + 2 * 64 * sizeof(float));
-                rows.load<DOTile>(params.do_map, pipeline.stage(d), pipeline.full(d), first_query);
+                const typename DOPipeline::State d{i, phase};
+                do_pipeline.producer_acquire(d);
+                do_pipeline.producer_expect(d, DOTile::kBytes + 2 * 64 * sizeof(float));
+                rows.load<DOTile>(params.do_map, do_pipeline.stage(d), do_pipeline.full(d),
+                                  first_query);
                 const auto load = [&](float (&target)[64], const float* source) {
                     RowStatisticsLoad<float, 64>{
                         target, source + int64_t{tile.row_group} * kWorkspaceRows + first_query,
                         source + params.padding_row, stored_rows<64>(s, first_query)}
-                        .load(pipeline.full(d));
+                        .load(do_pipeline.full(d));
                 };
                 load(storage.lse[i], params.lse_log2);
                 load(storage.delta[i], params.delta);
@@ -235,13 +227,18 @@ struct Fa3BackwardDQ : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
         DQ& rdQ;
 
         WorkTileState tile{};
-        typename QPipeline::State q{};  // and of dO
-        KState k{};                     // of S
+        uint32_t q_phase = 0;  // of Q and dO
+        KState k{};            // of S
         VState v{};
         int i = 0;                // of the KV tile of S among the visible ones
         int last = 0;             // of the last one that this consumer's rows see
         bool accumulate = false;  // has dQ a sum already?
     };
+
+    // This consumer's Q and dO.
+    __device__ __forceinline__ PipelineState<kConsumers> own_stage(const State& s) const {
+        return {static_cast<uint32_t>(consumer()), s.q_phase};
+    }
 
     // Goes on to the next Q tile that has KV tiles. Tiles without any get zeros as dQ.
     __device__ __forceinline__ bool find_tile(State& s) const {
@@ -266,12 +263,9 @@ struct Fa3BackwardDQ : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
 
     // Prevents the compiler from moving the arithmetic of P past the next wait, where no matmul
     // would run beside it: a branch on P, never taken, since P is not negative.
-    static __device__ __forceinline__ void compute_here(const Scores& p) {
+    static __device__ __forceinline__ void compute_here(Scores& p) {
         uint32_t bits = 0;
-#pragma unroll
-        for (int n = 0; n < Scores::kN; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) bits |= __float_as_uint(p.v[0][n][i]);
+        p.for_each([&](float x, int, int) { bits |= __float_as_uint(x); });
         if (__any_sync(0xffffffff, static_cast<int>(bits) < 0)) [[unlikely]]
             __nanosleep(1);
     }
@@ -281,7 +275,7 @@ struct Fa3BackwardDQ : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
 
     // S = Q K^T
     __device__ __forceinline__ void issue_s(State& s) const {
-        const KMajor<QTile> q_rows(q_pipeline(consumer()).stages);
+        const KMajor<QTile> q_rows(q_pipeline.stage(own_stage(s)));
         const KMajor<KTile> k_rows(k_pipeline.stage(s.k));
         gemm_async<Element, kHeadDim>(s.rS, q_rows, k_rows, false);
     }
@@ -289,7 +283,7 @@ struct Fa3BackwardDQ : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
     // dP = dO V^T
     __device__ __forceinline__ void issue_dp(State& s) const {
         v_pipeline.consumer_wait(s.v);
-        const KMajor<DOTile> do_rows(do_pipeline(consumer()).stages);
+        const KMajor<DOTile> do_rows(do_pipeline.stage(own_stage(s)));
         const KMajor<VTile> v_rows(v_pipeline.stage(s.v));
         gemm_async<Element, kHeadDimV>(s.rdP, do_rows, v_rows, false);
     }
@@ -310,7 +304,7 @@ struct Fa3BackwardDQ : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
     // P = 2^(S scale - lse), while dP runs. lse has arrived with dO.
     __device__ __forceinline__ void probabilities(State& s) const {
         finish<1>(s.rS);
-        if (s.i == s.last) release(q_pipeline(consumer()), s.q);
+        if (s.i == s.last) release(q_pipeline, own_stage(s));
         const auto scores = warp_scores(s);
         const bool large_lse = work_tiles[s.tile].large_lse;
         const bool full = mask_of(params, scores.sequence)
@@ -330,17 +324,17 @@ struct Fa3BackwardDQ : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
                 s.rdP, s.rS, [&](int row) { return storage.lse[0][warp_row() + row]; });
         s.rdS.template round<Element>(s.rdP);
         if (s.i == s.last) {
-            do_pipeline(consumer()).consumer_release({0, s.q.phase});
-            s.q.advance();
+            do_pipeline.consumer_release(own_stage(s));
+            s.q_phase ^= 1;
         }
     }
 
     __device__ __forceinline__ void first_iteration(State& s) const {
-        q_pipeline(consumer()).consumer_wait(s.q);
+        q_pipeline.consumer_wait(own_stage(s));
         k_pipeline.consumer_wait(s.k);
         Order::wait(consumer());
         issue_s(s);
-        do_pipeline(consumer()).consumer_wait({0, s.q.phase});
+        do_pipeline.consumer_wait(own_stage(s));
         issue_dp(s);
         Order::signal_next(consumer());
         probabilities(s);

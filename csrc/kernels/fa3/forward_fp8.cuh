@@ -181,16 +181,15 @@ struct Fa3ForwardFp8
 
     // The factors of this lane's two rows, without the keys' factors, and where K's descales are.
     __device__ __forceinline__ void begin_scales(State& x, const QueryTile& tile) const {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const int row = warp_row() + lane_row() + 8 * i;
+        for_each_row<16>([&](int, int i, int lane_row) {
+            const int row = warp_row() + lane_row;
             const int head = tile.head + min_of(this->head_of(row), group() - 1);
             const float* source = descales_of(params.q_descale, tile, head);
             const int block =
                 min_of(query_of(tile, row) / kDescaleRows, last_block(source, params.q_descale));
             x.q_scale[i] = __ldg(source + block * params.q_descale.last_stride);
             x.q_scale[i] *= fabsf(params.scale_log2);
-        }
+        });
         constexpr float kLargest = kInt8 ? 128.f : 448.f;  // element of Q and K
         x.scale_limit = Softmax::kLargeMax / (kLargest * kLargest * kHeadDim);
         x.k_descales = descales_of(params.k_descale, tile, tile.head);
@@ -264,11 +263,9 @@ struct Fa3ForwardFp8
 #pragma unroll
         for (int n = 0; n < Output::kN; ++n, source += 8 * stride)
             if (8 * n < columns) {
-                const float x = __ldg(source), y = __ldg(source + stride);
-                rO.v[0][n][0] *= x;
-                rO.v[0][n][1] *= y;
-                rO.v[0][n][2] *= x;
-                rO.v[0][n][3] *= y;
+                const float factors[2] = {__ldg(source), __ldg(source + stride)};
+                for (int e = 0; e < 2; ++e)
+                    rO.map_column(n, e, [&](float x) { return x * factors[e]; });
             }
     }
 
@@ -288,9 +285,8 @@ struct Fa3ForwardFp8
             const KMajor<QTile, kPinned> q_rows(q_pipeline.stage(x.q), consumer * 64);
             const auto k_rows =
                 this->template operand<KMajor<KTile, false>>(k_pipeline, x.k, kFirstKey);
-            using Part = RegisterTile<16, kKeys, typename Scores::Number>;
-            gemm_async<QKElement, kHeadDim>(reinterpret_cast<Part&>(x.rS.v[0][kFirstKey / 8]),
-                                            q_rows, k_rows, false);
+            gemm_async<QKElement, kHeadDim>(x.rS.template columns<kKeys>(kFirstKey), q_rows, k_rows,
+                                            false);
         }
     }
 
@@ -300,9 +296,8 @@ struct Fa3ForwardFp8
     template <bool kStartScores>
     __device__ __forceinline__ void add_output(State& x, const Probabilities& rP,
                                                bool accumulate) const {
-        using Partial = RegisterTile<16, kPartialCols, typename Scores::Number>;
-        static_assert(sizeof(Partial) <= sizeof(Scores));
-        Partial& rPartial = reinterpret_cast<Partial&>(x.rS);
+        static_assert(kPartialCols <= kBlockKV);
+        auto& rPartial = x.rS.template columns<kPartialCols>(0);
         constexpr int kParts = kHeadDimV / kPartialCols;
         compile_time_for<kParts>([&](auto i) {
             constexpr int kFirst = i * kPartialCols;
@@ -312,24 +307,13 @@ struct Fa3ForwardFp8
             if (kBeside) issue_scores<kFirstKeys, kOtherKeys>(x);
             ptx::wgmma_wait<(kBeside && kOtherKeys > 0)>();
             warpgroup_fence(rPartial);
-#pragma unroll
-            for (int n = 0; n < Partial::kN; ++n)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    float& sum = x.rO.v[0][kFirst / 8 + n][e];
-                    const float y = Floats::value(rPartial.v[0][n][e]);
-                    sum = accumulate ? sum + y : y;
-                }
+            x.rO.template columns<kPartialCols>(kFirst).map(
+                [&](float sum, auto partial) {
+                    const float y = Floats::value(partial);
+                    return accumulate ? sum + y : y;
+                },
+                rPartial);
         });
-    }
-
-    template <class Target, class Source, class Function>
-    static __device__ __forceinline__ void convert(Target& target, const Source& source,
-                                                   Function function) {
-#pragma unroll
-        for (int n = 0; n < Scores::kN; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) target.v[0][n][i] = function(source.v[0][n][i]);
     }
 
     // P from the complete scores. new_tile: they are the first of a Q tile, whose softmax begins.
@@ -341,11 +325,11 @@ struct Fa3ForwardFp8
             release_and_advance(q_pipeline, x.q);
         if constexpr (!kUnmasked) {
             RegisterTile<16, kBlockKV> scores;
-            convert(scores, x.rS, [](auto score) { return static_cast<float>(score); });
+            scores.map([](float, auto score) { return static_cast<float>(score); }, x.rS);
             if (is_negative()) [[unlikely]]
                 scores.scale(-1.f);
             this->template finish_scores<false>(scores, x);
-            convert(x.rS, scores, Floats::bits);
+            x.rS.map([](auto, float score) { return Floats::bits(score); }, scores);
         }
         const bool fresh = !kUnmasked && new_tile;
         if (fresh) x.softmax = this->template begin_softmax<Softmax>(work_tiles[x.tile]);

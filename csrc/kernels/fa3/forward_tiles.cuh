@@ -341,13 +341,11 @@ struct Fa3ForwardTiles : Fa3Cta<Fa3ForwardParams, QueryTile, kTuning.consumers> 
         if (params.sink == nullptr || !first_split || !tile.sequence.is_owned(params))
             return softmax;
         const float factor = kLog2e * ptx::rcp(exponent_scale());
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
+        for_each_row<16>([&](int, int i, int row) {
             int head = tile.head;
-            if constexpr (kMayHaveSplits)
-                head += min_of(head_of(warp_row() + lane_row() + 8 * i), group() - 1);
+            if constexpr (kMayHaveSplits) head += min_of(head_of(warp_row() + row), group() - 1);
             softmax.begin_with(params.sink[head] * factor, 0, i);
-        }
+        });
         return softmax;
     }
 
@@ -360,9 +358,8 @@ struct Fa3ForwardTiles : Fa3Cta<Fa3ForwardParams, QueryTile, kTuning.consumers> 
         RowRescaling{true, {softmax.inverse_sum(0, 0), softmax.inverse_sum(0, 1)}}.apply(rO);
     }
 
-    // Stores O / l and lse to HBM, or the results of a split. lse_of(i) is the lse of row
-    // lane_row()
-    // + 8 i; with_out_type(store) calls store(element of out). kLast: it is the CTA's last tile.
+    // Stores O / l and lse to HBM, or the results of a split. lse_of(i) is the lse of the lane's
+    // row i; with_out_type(store) calls store(element of out). kLast: it is the CTA's last tile.
     // Only then may the heads of a group be written to out: in the loop the test would cost splits
     // time.
     template <bool kLast, class Softmax, class LseOf, class WithOutType>
@@ -421,17 +418,16 @@ struct Fa3ForwardTiles : Fa3Cta<Fa3ForwardParams, QueryTile, kTuning.consumers> 
     // Stores 16 rows that need not be adjacent: row_of(row) is where each is, or null.
     template <class RowOf>
     static __device__ __forceinline__ void store_apart(const Output& rO, int cols, RowOf row_of) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            auto* row = row_of(lane_row() + 8 * i);
-            if (row == nullptr) continue;
-#pragma unroll
-            for (int n = 0; n < Output::kN; ++n)
-                if (8 * n < cols)  // a multiple of 8
-                    *reinterpret_cast<uint32_t*>(row + 8 * n + lane_col()) =
-                        ptx::pack<std::remove_pointer_t<decltype(row)>>(rO.v[0][n][2 * i],
-                                                                        rO.v[0][n][2 * i + 1]);
-        }
+        for_each_row<16>([&](int m, int i, int row) {
+            auto* target = row_of(row);
+            if (target == nullptr) return;
+            using OutElement = std::remove_pointer_t<decltype(target)>;
+            rO.for_each_pair_of_row(m, i, [&](float x, float y, int col) {
+                if (col < cols)  // a multiple of 8
+                    *reinterpret_cast<uint32_t*>(target + col + lane_col()) =
+                        ptx::pack<OutElement>(x, y);
+            });
+        });
     }
 };
 
