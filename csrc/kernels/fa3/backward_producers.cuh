@@ -124,7 +124,7 @@ struct Fa3BackwardProducers : Fa3Cta<Fa3BackwardParams, KeyTile> {
             const int head = first_head(tile) + group() - 1 - left;
             const int group = (tile.sequence.batch * params.heads_q + head) * params.row_groups +
                               tile.first_row_group;
-            // With a row from tile(i), ptxas serializes wgmma at d 64 (note 014).
+            // ptxas 13.0: with a row from tile(i), wgmma is serialized at d 64 (note 014).
             int row = tile.q_tiles.first() * kBlockQ;
             for (int i = tile.q_tiles.begin; i < tile.q_tiles.end; ++i) {
                 visit(head, group + row / kWorkspaceRows, row,
@@ -215,7 +215,8 @@ struct Fa3BackwardProducers : Fa3Cta<Fa3BackwardParams, KeyTile> {
             });
             count_added(tiles_done(params, tile.sequence, tile.head / params.query_parts));
         });
-        ptx::bulk_wait();  // not needed, but ptxas schedules the consumers better (note 010)
+        // ptxas 13.0: not needed, but the consumers are scheduled better (note 010).
+        ptx::bulk_wait();
     }
 
     // The KV tiles that a Q tile sees before this one.
