@@ -110,7 +110,7 @@ def test_what_a_backward_keeps(native: ModuleType) -> None:
     rows = of_dq + 128  # and those of no query
     statistics = {
         "lse_log2": rows * 4,
-        "delta": rows * 4,
+        "minus_delta": rows * 4,
         "reference": rows * 4,
         "large_lse": 8,  # a flag of the call's own: others run beside it
         "dq_accum": of_dq * 64 * 4,
@@ -145,7 +145,7 @@ def test_short_packed_sequences_cost_few_rows(native: ModuleType) -> None:
     p = problem(native, batch=1000, seqlen_q=16000, seqlen_k=16000, heads_q=1, heads_k=1)
     p.varlen = True
     for variant in VARIANTS:
-        rows = sizes(p.backward(variant))["delta"] // 4 - 128
+        rows = sizes(p.backward(variant))["minus_delta"] // 4 - 128
         assert 16000 + 7 * 1000 <= rows <= 16000 + 7 * 1002
 
 

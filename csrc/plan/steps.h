@@ -79,7 +79,7 @@ inline void reserve_rows(BackwardPlan& plan, int dq_accum_cols) {
     params.padding_row = padding_row(params);
     const int64_t rows = workspace_rows(params);
     plan.workspace.reserve(params.lse_log2, rows);
-    plan.workspace.reserve(params.delta, rows);
+    plan.workspace.reserve(params.minus_delta, rows);
     plan.workspace.reserve(params.reference, rows);
     plan.workspace.reserve(params.dq_accum, params.padding_row * dq_accum_cols);
     plan.workspace.reserve(params.dq_semaphore, 1 + params.padding_row / kWorkspaceRows +

@@ -217,7 +217,7 @@ struct BackwardParams : AttentionParams {
     int dq_accum_cols = 0;  // the head dim of the kernel, or 0 if there is no dq_accum
     float* lse_log2;        // (R), lse * log2(e), relative to the reference; +inf where the row
                             // sees no key
-    float* delta;           // (R), (rowsum(dO * O) - dlse) / ds_factor
+    float* minus_delta;     // (R), (dlse - rowsum(dO * O)) / ds_factor
     float* reference;       // (R), 0 for most; see large_lse.cuh
     // (R), or null: -lse_log2 / scale_log2 (0 in rows with a reference, minus the largest bfloat16
     // in rows that see no key) and -delta, for kernels that add them by a matmul.

@@ -88,7 +88,7 @@ BackwardParams backward_params(const Call& call, int head_dim, bool general = fa
     x.deterministic = call.deterministic;
     x.row_groups = row_groups(x);
     x.padding_row = padding_row(x);
-    x.dq_accum = x.lse_log2 = x.delta = x.reference = reinterpret_cast<float*>(global);
+    x.dq_accum = x.lse_log2 = x.minus_delta = x.reference = reinterpret_cast<float*>(global);
     x.lse_rows = x.delta_rows = reinterpret_cast<StatisticsRow*>(global);
     static int semaphores[1 << 16];
     std::fill(std::begin(semaphores), std::end(semaphores), 0);
@@ -133,7 +133,7 @@ void list_members() {
     FLASH_MEMBER("data", "dS", ds)
     FLASH_MEMBER("data", "dQ", dq)
     FLASH_MEMBER("data", "lse", lse)
-    FLASH_MEMBER("data", "delta", delta)
+    FLASH_MEMBER("data", "delta", minus_delta)
     FLASH_MEMBER("data", "pool", pool)
     FLASH_MEMBER("data", "statistics", statistics)
     FLASH_MEMBER("data", "P", p)

@@ -297,7 +297,7 @@ struct Problem {
                        {{"offsets_q", &params.cu_seqlens_q},
                         {"offsets_k", &params.cu_seqlens_k},
                         {"lse_log2", &params.lse_log2},
-                        {"delta", &params.delta},
+                        {"minus_delta", &params.minus_delta},
                         {"large_lse", &params.large_lse.word},
                         {"lse_rows", &params.lse_rows},
                         {"delta_rows", &params.delta_rows},

@@ -106,9 +106,10 @@ __device__ __forceinline__ void exponentiate(Scores& s, float scale) {
 
 // From dP to dS = P * (dP - delta), in place.
 template <Rows kRows, class Scores>
-__device__ __forceinline__ void softmax_gradient(Scores& dp, const Scores& p, const float* delta) {
-    for_each_with_query<kRows, Scores>(delta, [&](int m, int n, int i, float delta_of_query) {
-        dp.v[m][n][i] = p.v[m][n][i] * (dp.v[m][n][i] - delta_of_query);
+__device__ __forceinline__ void softmax_gradient(Scores& dp, const Scores& p,
+                                                 const float* minus_delta) {
+    for_each_with_query<kRows, Scores>(minus_delta, [&](int m, int n, int i, float of_query) {
+        dp.v[m][n][i] = p.v[m][n][i] * (dp.v[m][n][i] + of_query);
     });
 }
 

@@ -63,7 +63,7 @@ __device__ __forceinline__ StatisticsRow negated_row(float x) {
 __device__ __forceinline__ void store_statistics(const BackwardParams& params, int64_t row,
                                                  const RowStatistics& x) {
     params.lse_log2[row] = x.lse_log2;
-    params.delta[row] = x.delta;
+    params.minus_delta[row] = -x.delta;
     params.reference[row] = 0.f;
     if (params.lse_rows == nullptr) return;
     constexpr float kLargest = 0x1.fep127f;  // of bfloat16; infinity would become NaN

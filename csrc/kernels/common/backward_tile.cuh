@@ -71,7 +71,7 @@ struct BackwardConfig {
     // What comes with a Q tile: a number for each of its queries.
     struct Statistics {
         float lse_log2[kBlockQ];
-        float delta[kBlockQ];
+        float minus_delta[kBlockQ];
         float reference[kBlockQ];
     };
     struct SharedStorage {
@@ -316,13 +316,13 @@ struct BackwardTile {
     template <bool kThroughSoftcap = true>
     __device__ __forceinline__ void compute_ds(Scores& rdS, Scores& rP, const QTileWalk& walk,
                                                int first_key) const {
-        const float* delta_of_query = statistics(walk.stage).delta + warp_query();
+        const float* minus_delta = statistics(walk.stage).minus_delta + warp_query();
         rdS.clear();  // dP^T first
         gemm<Element, Config::kHeadDimV>(rdS, AFromRows<VTile>(v_tile(), warp_key),
                                          BFromRows<DOTile>(do_tile_at(walk.stage), warp_query()),
                                          params.element_type);
         if constexpr (!kGeneral) {
-            softmax_gradient<Rows::kKeys>(rdS, rP, delta_of_query);
+            softmax_gradient<Rows::kKeys>(rdS, rP, minus_delta);
             return;
         }
         // With dropout Z / (1 - p), dS = P * (Z dP / (1 - p) - delta) and dV = (P Z)^T dO / (1 -
@@ -339,7 +339,7 @@ struct BackwardTile {
                     dropped[m][n / 8] |= static_cast<uint32_t>(!keep) << (n % 8 * 4 + i);
                 });
         }
-        softmax_gradient<Rows::kKeys>(rdS, rP, delta_of_query);
+        softmax_gradient<Rows::kKeys>(rdS, rP, minus_delta);
         if (kThroughSoftcap && params.softcap != 0.f)
             score_function(walk.head).softcap_gradient(
                 rdS, rP, first_key + warp_key, first_query, [&](int col) {
@@ -457,7 +457,7 @@ __device__ __forceinline__ void load_statistics(const BackwardTile<Config>& cta,
                             ? workspace_row(params, cta.sequence, walk.head, query)
                             : params.padding_row;
     const float* source = (thread < kChunks       ? params.lse_log2
-                           : thread < 2 * kChunks ? params.delta
+                           : thread < 2 * kChunks ? params.minus_delta
                                                   : params.reference) +
                           row;
     // In shared memory the three follow one another.

@@ -54,7 +54,7 @@ struct BiasGradient {
         for (int row = threadIdx.x; row < Config::kBlockQ; row += Config::kThreads) {
             const bool exists = first_query + row < cta.sequence.seqlen_q;
             statistics.lse_log2[row] = exists ? cta.params.lse_log2[first + row] : INFINITY;
-            statistics.delta[row] = exists ? cta.params.delta[first + row] : 0.f;
+            statistics.minus_delta[row] = exists ? cta.params.minus_delta[first + row] : 0.f;
             statistics.reference[row] = exists ? cta.params.reference[first + row] : 0.f;
         }
     }

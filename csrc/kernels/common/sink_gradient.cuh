@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kSinkThreads)
         float exponent = sink_log2 - lse_log2;
         if (reference != 0.f) [[unlikely]]  // lse is relative to it, see large_lse.cuh
             exponent = (sink_log2 * ptx::rcp(scale) - reference) * scale - lse_log2;
-        sum -= ptx::ex2(exponent) * params.delta[index];
+        sum += ptx::ex2(exponent) * params.minus_delta[index];
     }
     sum = warp_sum(sum);
 

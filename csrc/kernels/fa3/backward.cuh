@@ -127,15 +127,6 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kFeature
         return operand;
     }
 
-    // Lets the producer add this consumer's half of dQ. `stored`: is there any?
-    __device__ __forceinline__ void commit_dq(typename DQPipeline::State& c,
-                                              bool stored = true) const {
-        ptx::fence_proxy_async();
-        __syncwarp();
-        if (elected && stored) dq_pipeline(consumer).producer_commit(c);
-        if (stored) c.advance();
-    }
-
     // The state of a consumer's loops. Matrices are only referenced: as members they would make
     // the compiler treat the whole object as an array in most passes.
     struct State {
@@ -145,7 +136,7 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kFeature
         Operand& rdS;
         GradientK& rdK;
         GradientV& rdV;
-        DQ& rdQ;  // in the registers of S, if dq_takes_scores
+        DQ& rdQ;  // in the registers that tuning's dq_registers names
 
         WorkTileState tile{};
         PipelineState<1> kv{};                     // of K and V
@@ -170,7 +161,7 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kFeature
         MNMajor<QTile> q_columns{cta.q_pipeline.stages};
         MNMajor<DOTile> do_columns{cta.do_pipeline.stages};
         Statistics lse_rows{ptx::shared_address(cta.storage.lse)};  // if by_matmul
-        Statistics delta_rows{ptx::shared_address(cta.storage.delta)};
+        Statistics delta_rows{ptx::shared_address(cta.storage.minus_delta)};
         KMajorBy32Bits<DSTile> ds_rows{cta.ds_tile(0), kTuning.transpose_dq ? 0 : consumer * 64};
         MNMajor<DSTile> ds_columns{cta.ds_tile(0) + consumer * DSTile::kAtomBytes};
         MNMajor<KTile> k_columns{cta.k_pipeline.stages + (kTuning.transpose_dq ? consumer : 0) *
@@ -197,8 +188,8 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kFeature
         } else {
             Scores& dp = s.rdP;
             for_each_with_query<Rows::kKeys, Scores>(
-                storage.delta[s.d.stage],
-                [&](int m, int n, int i, float delta) { dp.v[m][n][i] = -delta; });
+                storage.minus_delta[s.d.stage],
+                [&](int m, int n, int i, float minus_delta) { dp.v[m][n][i] = minus_delta; });
         }
         gemm_async<Element, kHeadDimV>(s.rdP, x.v_rows,
                                        in_stage<DOTile::kBytes>(x.do_rows, s.d.stage), true);
@@ -227,7 +218,6 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kFeature
 
     // This consumer's half of dQ = dS K.
     __device__ __forceinline__ void issue_dq(State& s, const Operands& x) const {
-        dq_pipeline(consumer).producer_acquire(s.dq);
         if constexpr (kTuning.transpose_dq) {
             gemm_async<Element, kBlockKV>(s.rdQ, x.k_columns,
                                           in_stage<DSTile::kBytes>(x.ds_rows, s.ds), false);
@@ -271,6 +261,24 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kFeature
         }
     }
 
+    // This consumer's half of dQ, to shared memory; then the producer adds it. `stored`: is there
+    // any?
+    __device__ __forceinline__ void store_dq(const State& s, bool exists = true) const {
+        dq_pipeline(consumer).producer_acquire(s.dq);
+        if (exists) DQTile::store(storage.dq[consumer].bytes[s.dq.stage], s.rdQ, consumer);
+    }
+    __device__ __forceinline__ void commit_dq(State& s, bool stored = true) const {
+        ptx::fence_proxy_async();
+        __syncwarp();
+        if (elected && stored) dq_pipeline(consumer).producer_commit(s.dq);
+        if (stored) s.dq.advance();
+    }
+    // dQ of the iteration before, of which the first has none.
+    __device__ __forceinline__ void store_late_dq(State& s) const {
+        if (kTuning.late_dq()) store_dq(s, s.accumulate);
+        commit_dq(s, s.accumulate);
+    }
+
     // Both consumers wait until both have written dS and completed the dQ of the iteration before.
     __device__ __forceinline__ void wait_ds(const State& s) const {
         ptx::mbarrier_wait(ds_barrier(s.ds), s.ds_phase);
@@ -311,7 +319,7 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kFeature
         Order::wait(consumer);
         issue_s(s, x);
         issue_dv_dk(s, x);
-        if (kTuning.late_fences()) commit_dq(s.dq, s.accumulate);
+        if (kTuning.late_fences()) store_late_dq(s);
         s.accumulate = true;
         finish_dv_dk(s);
         warpgroup_fence(s.rS);
@@ -328,8 +336,8 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kFeature
         finish(s.rdQ);
         next_ds(s);
         commit_ds(s);
-        DQTile::store(storage.dq[consumer].bytes[s.dq.stage], s.rdQ, consumer);
-        if (!kTuning.late_fences()) commit_dq(s.dq);
+        if (!kTuning.late_dq()) store_dq(s);
+        if (!kTuning.late_fences()) commit_dq(s);
     }
 
     // dV, dK and dQ of the last Q tile, and the results.
@@ -337,7 +345,7 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kFeature
                                                 const KeyTile& tile) const {
         v_pipeline.consumer_release(s.kv);
         issue_dv_dk(s, x);
-        if (kTuning.late_fences()) commit_dq(s.dq, s.accumulate);
+        if (kTuning.late_fences()) store_late_dq(s);
         wait_ds(s);
         issue_dq(s, x);
         finish_dv_dk(s);
@@ -346,8 +354,8 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kFeature
         k_pipeline.consumer_release(s.kv);
         s.q.advance();
         s.d.advance();
-        DQTile::store(storage.dq[consumer].bytes[s.dq.stage], s.rdQ, consumer);
-        commit_dq(s.dq);
+        store_dq(s);
+        commit_dq(s);
         s.rdK.scale(params.scale);
         store_gradient(params, gradient_rows<Element>(params.dv, tile, warp_key, params.head_dim_v),
                        s.rdV);
@@ -373,7 +381,9 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kFeature
         GradientK rdK;
         GradientV rdV;
         DQ own_rdQ;
-        DQ& rdQ = kTuning.dq_takes_scores ? reinterpret_cast<DQ&>(rS) : own_rdQ;
+        DQ& rdQ = kTuning.dq_registers == tuning::kOfS    ? reinterpret_cast<DQ&>(rS)
+                  : kTuning.dq_registers == tuning::kOfDP ? reinterpret_cast<DQ&>(rdP)
+                                                          : own_rdQ;
         State s{rS, rdP, rP, rdS, rdK, rdV, rdQ};
         // Ping-pong: a consumer starts its iteration after the other has started dP.
         if (consumer == 1) Order::signal_next(consumer);  // consumer 0 starts

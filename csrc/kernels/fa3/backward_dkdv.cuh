@@ -209,8 +209,8 @@ struct Fa3BackwardDKDV : Fa3Cta<Fa3BackwardWideParams, KeyTile> {
                     const int stored = stored_rows<kBlockQ>(s, row);
                     load<QTile>(at.q(), at.phase, params.q_map, q_rows, row, params.lse_log2,
                                 statistics, stored);
-                    load<DOTile>(at.dout(), at.phase, params.do_map, do_rows, row, params.delta,
-                                 statistics, stored);
+                    load<DOTile>(at.dout(), at.phase, params.do_map, do_rows, row,
+                                 params.minus_delta, statistics, stored);
                     at.advance();
                 }
             }
@@ -362,13 +362,13 @@ struct Fa3BackwardDKDV : Fa3Cta<Fa3BackwardWideParams, KeyTile> {
     // dS^T = P^T * (dP^T - delta), with P^T in shared memory.
     __device__ __forceinline__ void compute_operand(DK& s) const {
         p_pipeline.consumer_wait(s.p);
-        const float* delta = storage.statistics[s.pool.dout()];
+        const float* minus_delta = storage.statistics[s.pool.dout()];
 #pragma unroll
         for (int n = 0; n < Scores::kN; ++n) {
             RegisterTile<16, 8> p;
             ptx::ld_shared_v4(p.v[0][0], p_address(s.p, n));
             auto& ds = s.scores.template columns<8>(8 * n);
-            softmax_gradient<Rows::kKeys>(ds, p, delta + 8 * n);
+            softmax_gradient<Rows::kKeys>(ds, p, minus_delta + 8 * n);
             s.operand.template round_columns<Element>(ds, 8 * n);
         }
         p_pipeline.consumer_release(s.p);

@@ -84,7 +84,7 @@ struct Fa3BackwardDQ : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
         typename KPipeline::Stages k;
         typename VPipeline::Stages v;
         float lse[kConsumers][64];
-        float delta[kConsumers][64];
+        float minus_delta[kConsumers][64];
         typename QPipeline::Barriers q_barriers;
         typename DOPipeline::Barriers do_barriers;
         typename KPipeline::Barriers k_barriers;
@@ -182,7 +182,7 @@ struct Fa3BackwardDQ : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
                         .load(do_pipeline.full(d));
                 };
                 load(storage.lse[i], params.lse_log2);
-                load(storage.delta[i], params.delta);
+                load(storage.minus_delta[i], params.minus_delta);
             }
             phase ^= 1;
         });
@@ -318,7 +318,7 @@ struct Fa3BackwardDQ : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
     __device__ __forceinline__ void gradient_of_scores(State& s) const {
         finish(s.rdP);
         release_and_advance(v_pipeline, s.v);
-        softmax_gradient<Rows::kQueries>(s.rdP, s.rS, storage.delta[0] + warp_row());
+        softmax_gradient<Rows::kQueries>(s.rdP, s.rS, storage.minus_delta[0] + warp_row());
         if (kGeneral && params.softcap != 0.f)
             warp_scores(s).softcap_gradient(
                 s.rdP, s.rS, [&](int row) { return storage.lse[0][warp_row() + row]; });

@@ -52,7 +52,7 @@ struct Fa3BackwardProducers : Fa3Cta<Fa3BackwardParams, KeyTile> {
         char ds[2][DSTile::kBytes];
         // Not last: compute-sanitizer takes a RowNumbers operand for twice as long as it is.
         Statistic lse[QPipeline::kStages][kBlockQ];
-        Statistic delta[DOPipeline::kStages][kBlockQ];
+        Statistic minus_delta[DOPipeline::kStages][kBlockQ];
         typename DQPipeline::Stages dq[kConsumers];
         typename QPipeline::Barriers q_barriers;
         typename DOPipeline::Barriers do_barriers;
@@ -261,9 +261,9 @@ struct Fa3BackwardProducers : Fa3Cta<Fa3BackwardParams, KeyTile> {
                 return produce_queries<QTile, true>(q_pipeline, params.q_map, params.q, storage.lse,
                                                     statistics(params.lse_log2, params.lse_rows));
             case 1:
-                return produce_queries<DOTile, false>(do_pipeline, params.do_map, params.dout,
-                                                      storage.delta,
-                                                      statistics(params.delta, params.delta_rows));
+                return produce_queries<DOTile, false>(
+                    do_pipeline, params.do_map, params.dout, storage.minus_delta,
+                    statistics(params.minus_delta, params.delta_rows));
             case 2:
                 return add_dq();
             case 3:
