@@ -35,24 +35,6 @@ __device__ __forceinline__ void for_each_row(Visit visit) {
         for (int i = 0; i < 2; ++i) visit(m, i, 16 * m + lane_row() + 8 * i);
 }
 
-// A number for each of a lane's rows: [m][i].
-template <int kRows>
-struct RowVector {
-    float v[kRows / 16][2];
-
-    __device__ __forceinline__ float (&operator[](int m))[2] { return v[m]; }
-    __device__ __forceinline__ const float (&operator[](int m) const)[2] { return v[m]; }
-
-    // x = f(x, others...), with the numbers of other vectors for the same row.
-    template <class Function, class... Others>
-    __device__ __forceinline__ void map(Function f, const Others&... others) {
-        for_each_row<kRows>([&](int m, int i, int) { v[m][i] = f(v[m][i], others[m][i]...); });
-    }
-    __device__ __forceinline__ void fill(float x) {
-        map([&](float) { return x; });
-    }
-};
-
 template <int kRows_, int kCols_, class Number_ = float>
 struct RegisterTile {
     using Number = Number_;
@@ -73,16 +55,7 @@ struct RegisterTile {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) v[m][n][i] = f(v[m][n][i], others.v[m][n][i]...);
     }
-    // The same for the elements of one row, ...
-    template <class Function, class... Others>
-    __device__ __forceinline__ void map_row(int m, int i, Function f, const Others&... others) {
-#pragma unroll
-        for (int n = 0; n < kN; ++n)
-#pragma unroll
-            for (int e = 0; e < 2; ++e)
-                v[m][n][2 * i + e] = f(v[m][n][2 * i + e], others.v[m][n][2 * i + e]...);
-    }
-    // ... and of one column.
+    // The same for the elements of one column.
     template <class Function, class... Others>
     __device__ __forceinline__ void map_column(int n, int e, Function f, const Others&... others) {
 #pragma unroll
@@ -90,13 +63,6 @@ struct RegisterTile {
 #pragma unroll
             for (int i = 0; i < 2; ++i)
                 v[m][n][2 * i + e] = f(v[m][n][2 * i + e], others.v[m][n][2 * i + e]...);
-    }
-    // x = f(x, number of its row), row by row.
-    template <class Function>
-    __device__ __forceinline__ void map_rows(Function f, const RowVector<kRows>& numbers) {
-        for_each_row<kRows>([&](int m, int i, int) {
-            map_row(m, i, [&](Number x) { return f(x, numbers[m][i]); });
-        });
     }
 
     // visit(x, row, col) for all elements, where row and col count from lane_row() and lane_col().
@@ -133,21 +99,13 @@ struct RegisterTile {
     __device__ __forceinline__ void scale(float factor) {
         map([&](float x) { return x * factor; });
     }
-    __device__ __forceinline__ void scale_rows(const RowVector<kRows>& factors) {
-        map_rows([](float x, float factor) { return x * factor; }, factors);
-    }
 
-    // The maximum and the sum of a row, in each of the lanes that share it.
+    // The maximum of a row, in each of the lanes that share it.
     __device__ __forceinline__ float row_max(int m, int i) const {
         float max = fmaxf(v[m][0][2 * i], v[m][0][2 * i + 1]);
 #pragma unroll
         for (int n = 1; n < kN; ++n) max = fmaxf(max, fmaxf(v[m][n][2 * i], v[m][n][2 * i + 1]));
         return quad_max(max);
-    }
-    __device__ __forceinline__ float row_sum(int m, int i) const {
-        float sum = 0.f;
-        for_each_pair_of_row(m, i, [&](float x, float y, int) { sum += x, sum += y; });
-        return quad_sum(sum);
     }
 
     // Two adjacent elements of a row, rounded.
