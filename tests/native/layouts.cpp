@@ -332,13 +332,13 @@ std::vector<uint8_t> transposed(const std::vector<uint8_t>& v) {
 template <int kHeadDim>
 std::vector<std::vector<int>> stored_ds() {
     constexpr auto kTuning = tuning::fa3_backward({kHeadDim, kHeadDim}, tuning::kVarlen, false);
-    using Config = Fa3BackwardConfig<Half, kHeadDim, kHeadDim, tuning::kVarlen, kTuning>;
-    using Tile = typename Config::DSTile;
-    constexpr int kBlockQ = Config::kBlockQ;
+    using Kernel = Fa3Backward<Half, kHeadDim, kHeadDim, tuning::kVarlen, kTuning>;
+    using Tile = typename Kernel::DSTile;
+    constexpr int kBlockQ = Kernel::kBlockQ;
     static const Fa3BackwardParams params{};
     for (int warp = 4; warp < 12; ++warp)
         device::run_warp(warp, [&](int) {
-            typename Fa3Backward<Config>::Operand rdS;
+            typename Kernel::Operand rdS;
             for (int k = 0; k < kBlockQ / 16; ++k)
                 for (int i = 0; i < 4; ++i) {
                     const int key = 16 * (warp - 4) + lane_row() + i % 2 * 8;
@@ -346,14 +346,14 @@ std::vector<std::vector<int>> stored_ds() {
                     const uint32_t number = kBlockQ * key + query;
                     rdS.v[k][i] = (number + 1) << 16 | number;
                 }
-            Fa3Backward<Config>(params).store_ds(rdS, 1);
+            Kernel(params).store_ds(rdS, 1);
         });
-    const char* stage = shared_storage<typename Config::SharedStorage>().ds[1];
-    std::vector<std::vector<int>> all(Config::kBlockKV);
-    for (int key = 0; key < Config::kBlockKV; ++key)
+    const char* stage = shared_storage<typename Kernel::SharedStorage>().ds[1];
+    std::vector<std::vector<int>> all(Kernel::kBlockKV);
+    for (int key = 0; key < Kernel::kBlockKV; ++key)
         for (int query = 0; query < kBlockQ; ++query) {
-            const int row = Config::kTuning.transpose_dq ? query : key;
-            const int col = Config::kTuning.transpose_dq ? key : query;
+            const int row = kTuning.transpose_dq ? query : key;
+            const int col = kTuning.transpose_dq ? key : query;
             uint16_t number;
             std::memcpy(&number, stage + Tile::offset(row, col / 8) + col % 8 * 2, 2);
             all[key].push_back(number);

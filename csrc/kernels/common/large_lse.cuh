@@ -107,7 +107,7 @@ __device__ __forceinline__ void split_large_lse_of_rows(const BackwardParams& pa
         mask_scores(rS, key, [&](int row) { return mask.key_range(first_query + row); });
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const float new_max = fmaxf(max[i], row_maximum(rS, 0, i));
+            const float new_max = fmaxf(max[i], rS.row_max(0, i));
             const float reference = finite_max(new_max);
             sum[i] *= ptx::ex2((max[i] - reference) * scale);
             max[i] = new_max;

@@ -197,7 +197,7 @@ struct Fa1Forward {
     // m_i and l_i. At the first visit of a Q tile they were not fetched.
     __device__ __forceinline__ void read_statistics(bool first_visit, RowValues& row_max,
                                                     RowValues& row_sum) const {
-        for_each_row([&](int m, int i, int row) {
+        for_each_row<Scores::kRows>([&](int m, int i, int row) {
             row_max.v[m][i] = first_visit ? first_max : old_statistics().row_max[row];
             row_sum.v[m][i] = first_visit ? first_sum() : old_statistics().row_sum[row];
         });
@@ -230,12 +230,8 @@ struct Fa1Forward {
             mask_scores(rS, kv_tile * Config::kBlockKV + warp_key,
                         [&](int row) { return mask.key_range(first_query + row); });
         }
-        for_each_row([&](int m, int i, int row) {
-            float x = -INFINITY;
-#pragma unroll
-            for (int n = 0; n < Scores::kN; ++n)
-                x = fmaxf(x, fmaxf(rS.v[m][n][2 * i], rS.v[m][n][2 * i + 1]));
-            x = quad_max(x);
+        for_each_row<Scores::kRows>([&](int m, int i, int row) {
+            const float x = rS.row_max(m, i);
             if (lane_col() == 0) storage.max[warp][row] = x;
         });
     }
@@ -243,13 +239,13 @@ struct Fa1Forward {
     // P from S with the maxima of all keys; its row sums go to shared memory.
     __device__ __forceinline__ void exponentiate(Scores& rS, Weights& rP, RowValues& tile_max,
                                                  int q_tile, int kv_tile) const {
-        for_each_row([&](int m, int i, int row) {
+        for_each_row<Scores::kRows>([&](int m, int i, int row) {
             float x = storage.max[0][row];
 #pragma unroll
             for (int w = 1; w < Config::kTeamWarps; ++w) x = fmaxf(x, storage.max[w][row]);
             tile_max.v[m][i] = round_up(x, score_scale());
         });
-        for_each_row([&](int m, int i, int row) {
+        for_each_row<Scores::kRows>([&](int m, int i, int row) {
             center_large(rS, m, i, tile_max.v[m][i], score_scale());
             const float max = subtrahend(tile_max.v[m][i]);
             float sum = 0.f;
@@ -352,7 +348,7 @@ struct Fa1Forward {
     // A chunk of the final output.
     __device__ __forceinline__ void store_out(const Owned& own, int q_tile, int chunk) const {
         const int first_col = chunk * Config::kExchangeCols + warp * Owned::kCols + lane_col();
-        for_each_row([&](int m, int i, int row) {
+        for_each_row<Scores::kRows>([&](int m, int i, int row) {
             const int query = q_tile * Config::kBlockQ + row;
             if (query >= sequence.seqlen_q) return;
             Element* target =
@@ -368,7 +364,7 @@ struct Fa1Forward {
     __device__ __forceinline__ void update_statistics(const RowValues& tile_max, RowValues& row_max,
                                                       RowValues& row_sum, RowValues& old_factor,
                                                       RowValues& new_factor) const {
-        for_each_row([&](int m, int i, int row) {
+        for_each_row<Scores::kRows>([&](int m, int i, int row) {
             float tile_sum = 0.f;
 #pragma unroll
             for (int w = 0; w < Config::kTeamWarps; ++w) tile_sum += storage.sum[w][row];
@@ -394,14 +390,14 @@ struct Fa1Forward {
         if (warp != 0 || lane_col() != 0) return;
         if (last_visit) {
             float* lse = params.lse + statistics_offset(params, sequence, head);
-            for_each_row([&](int m, int i, int row) {
+            for_each_row<Scores::kRows>([&](int m, int i, int row) {
                 const int query = q_tile * Config::kBlockQ + row;
                 if (query < sequence.seqlen_q)
                     lse[query] = log_sum_exp(row_max.v[m][i], row_sum.v[m][i]);
             });
         } else {
             float* statistics = statistics_global(q_tile);
-            for_each_row([&](int m, int i, int row) {
+            for_each_row<Scores::kRows>([&](int m, int i, int row) {
                 statistics[row] = row_max.v[m][i];
                 statistics[Config::kBlockQ + row] = row_sum.v[m][i];
             });
@@ -452,15 +448,6 @@ struct Fa1Forward {
                 for (int e = 0; e < 4; ++e)
                     own.v[m][n][e] = combine(own.v[m][n][e], x[e], m, e / 2);
             }
-    }
-
-    // visit(m, i, row of the Q tile) for the rows that this lane holds elements of.
-    template <class Visit>
-    static __device__ __forceinline__ void for_each_row(Visit visit) {
-#pragma unroll
-        for (int m = 0; m < kM; ++m)
-#pragma unroll
-            for (int i = 0; i < 2; ++i) visit(m, i, 16 * m + lane_row() + 8 * i);
     }
 
     // Columns col and col + 1 of a row of the output.

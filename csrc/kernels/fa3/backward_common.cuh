@@ -19,13 +19,13 @@ struct Fa3BackwardMaps : BackwardParams {
     CUtensorMap k_map;
     CUtensorMap v_map;
 
-    template <class Config>
+    template <class Kernel>
     cudaError_t encode() {
         for (cudaError_t status :
-             {encode_tensor_map<typename Config::QTile>(q_map, q, head_dim),
-              encode_tensor_map<typename Config::DOTile>(do_map, dout, head_dim_v),
-              encode_tensor_map<typename Config::KTile>(k_map, k, head_dim),
-              encode_tensor_map<typename Config::VTile>(v_map, v, head_dim_v)})
+             {encode_tensor_map<typename Kernel::QTile>(q_map, q, head_dim),
+              encode_tensor_map<typename Kernel::DOTile>(do_map, dout, head_dim_v),
+              encode_tensor_map<typename Kernel::KTile>(k_map, k, head_dim),
+              encode_tensor_map<typename Kernel::VTile>(v_map, v, head_dim_v)})
             if (status != cudaSuccess) return status;
         return cudaSuccess;
     }
@@ -68,16 +68,6 @@ template <int kPending = 0, class... Accumulators>
 __device__ __forceinline__ void finish(Accumulators&... accumulators) {
     ptx::wgmma_wait<kPending>();
     (warpgroup_fence(accumulators), ...);
-}
-
-// Columns 8 n to 8 n + 7 of an operand, from an accumulator.
-template <class Element, class Operand>
-__device__ __forceinline__ void round_piece(Operand& operand, const RegisterTile<16, 8>& piece,
-                                            int n) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-        operand.v[n / 2][n % 2 * 2 + i] =
-            ptx::pack<Element>(piece.v[0][0][2 * i], piece.v[0][0][2 * i + 1]);
 }
 
 // The scores of a warp's 16 rows and a tile of the other operand, from position first_row and
