@@ -96,9 +96,9 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         typename RowMajorVPipeline::State v;
         const auto load_v = [&](const QueryTile& tile, int first_key) {
             const KeyRows keys = key_rows(params, tile.sequence);
-            load_tile<VTile, kKVBoxRows>(
+            load_tile<VTile, Tiles::kKVBoxRows>(
                 row_major_v(), v, params.v_map,
-                keys.tensor_rows<Element>(params.v, this->head_k(tile.head), first_key), first_key);
+                keys.tensor_rows<Float8>(params.v, this->head_k(tile.head), first_key), first_key);
             v.advance();
         };
         if (warp_id() == 0) this->produce_k(load_v);
