@@ -52,6 +52,8 @@ def violations(csrc: Path) -> Iterator[str]:
         code = code_of(path)
         if re.search(r"\b(asm|__asm__)\b", code) and layer != "ptx":
             yield f"{file}: asm belongs in ptx/"
+        if re.search(r"\bwindow_(left|right)\b", code) and layer not in {"problem", "api"}:
+            yield f"{file}: only problem/ knows what kind of mask there is"
         for name in re.findall(r"#include\s+<([^>]+)>", code):
             if not re.match(r"(torch|ATen|c10|caffe2|pybind11)/|Python\.h", name):
                 continue
@@ -75,6 +77,7 @@ def test_csrc_keeps_its_layers() -> None:
     ("file", "code", "complaint"),
     [
         ("tile/gemm.cuh", 'asm volatile("bar.sync 0;");', "asm belongs in ptx/"),
+        ("plan/cost.h", "bool x = params.window_right < 1;", "what kind of mask there is"),
         ("plan/tuning.h", "#include <torch/headeronly/macros/Macros.h>", "includes torch"),
         ("api/check.h", "#include <ATen/ATen.h>", "not a header of the stable ABI"),
         ("ptx/mma.cuh", '#include "tile/swizzle.cuh"', "ptx/ does not include tile/"),

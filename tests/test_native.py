@@ -73,7 +73,7 @@ def test_mask_intervals(seqlen_q: int, seqlen_k: int, native: ModuleType) -> Non
 def test_tile_ranges(
     seqlen_q: int, seqlen_k: int, block_q: int, block_kv: int, native: ModuleType
 ) -> None:
-    """Exactly the tiles with a visible element, the same from the Q side and from the KV side."""
+    """Exactly the tiles with a visible element, and the full ones, the same from both sides."""
     q_tiles, kv_tiles = -(-seqlen_q // block_q), -(-seqlen_k // block_kv)
     for window in itertools.product(SIDES, SIDES):
         visible = dense_mask(seqlen_q, seqlen_k, False, window)
@@ -81,7 +81,11 @@ def test_tile_ranges(
         expected, from_q, from_kv = set(), set(), set()
         for i in range(q_tiles):
             queries = native.tile_interval(i, block_q)
-            from_q |= {(i, j) for j in native.tiles_of(mask.keys_of(queries), block_kv)}
+            seen = native.kv_tiles(mask, queries, block_kv)
+            from_q |= {(i, j) for j in seen}
+            full_kv = native.full_kv_tiles(mask, queries, block_kv)
+            if seen:
+                assert native.last_kv_tile(mask, queries, block_kv) == seen[-1], (window, i)
             for j in range(kv_tiles):
                 keys = native.tile_interval(j, block_kv)
                 tile = visible[slice(*queries), slice(*keys)]
@@ -89,11 +93,35 @@ def test_tile_ranges(
                     expected.add((i, j))
                 full = bool(tile.all()) and keys[1] <= seqlen_k
                 assert mask.is_full(queries, keys) == full, (window, i, j)
+                assert (full_kv[0] <= j < full_kv[1]) == full, (window, i, j)
+                full_q = native.full_q_tiles(mask, keys, block_q)
+                assert (full_q[0] <= i < full_q[1]) == full, (window, i, j)
         for j in range(kv_tiles):
             keys = native.tile_interval(j, block_kv)
-            from_kv |= {(i, j) for i in native.tiles_of(mask.queries_of(keys), block_q)}
+            from_kv |= {(i, j) for i in native.q_tiles(mask, keys, block_q)}
         assert from_q == expected, window
         assert from_kv == expected, window
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), LENGTHS)
+def test_mask_summary(seqlen_q: int, seqlen_k: int, native: ModuleType) -> None:
+    """What plans know of a mask holds for every query."""
+    for window in itertools.product(SIDES, SIDES):
+        visible = dense_mask(seqlen_q, seqlen_k, False, window)
+        keys, hides_earlier, hides_later, sees_all, is_triangle = native.mask_summary(
+            native.BandMask(seqlen_q, seqlen_k, *window)
+        )
+        assert int(visible.sum(1).max()) <= keys <= seqlen_k, window
+        assert sees_all == bool(visible.all()) or seqlen_k == 0, window
+        if seqlen_q == seqlen_k:  # otherwise a guess
+            assert hides_earlier or bool(visible[:, 0].all()), window
+            assert hides_later or bool(visible[:, -1].all()), window
+        if is_triangle:
+            assert not visible.triu(1).any(), window
+    assert native.mask_summary(native.BandMask(8, 8, -1, 0)) == (8, False, True, False, True)
+    assert native.mask_summary(native.BandMask(8, 8, 2, -1)) == (8, True, False, False, False)
+    assert native.mask_summary(native.BandMask(8, 8, 2, 1)) == (4, True, True, False, False)
+    assert native.mask_summary(native.BandMask(1, 8, 7, 0))[3], "the last query sees all keys"
 
 
 def test_largest_lengths_do_not_overflow(native: ModuleType) -> None:

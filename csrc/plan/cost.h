@@ -86,10 +86,11 @@ inline Schedule with_whole_heads(Schedule schedule, int64_t bytes_per_head, cons
 }
 
 // The order of Q tiles, each with all splits of its keys. The tiles of a head share K and V.
-inline Schedule forward_schedule(const AttentionParams& params, const QueryTiles& tiles,
-                                 HeadDims dims, int ctas_per_sm, const GpuModel& gpu,
-                                 int splits = 1, bool may_take_whole_heads = false) {
-    const bool masked = params.window_right < params.seqlen_k;
+inline Schedule forward_schedule(const AttentionParams& params, const MaskSummary& mask,
+                                 const QueryTiles& tiles, HeadDims dims, int ctas_per_sm,
+                                 const GpuModel& gpu, int splits = 1,
+                                 bool may_take_whole_heads = false) {
+    const bool masked = mask.hides_later;
     const int64_t bytes_per_head = int64_t{element_bytes(params.element_type)} *
                                    (dims.qk + dims.v) * params.seqlen_k * params.heads_k /
                                    max_of(tiles.heads, 1);
@@ -110,9 +111,10 @@ inline int64_t backward_bytes_per_head(const BackwardParams& params, HeadDims di
 
 // The order of KV tiles, if dQ is summed in HBM. Deterministic mode interleaves all heads: the
 // fewer tiles of a head run at the same time, the less they wait for each other.
-inline Schedule backward_schedule(const BackwardParams& params, int block_kv, HeadDims dims,
-                                  int ctas_per_sm, const GpuModel& gpu) {
-    const bool masked = is_masked(params);
+inline Schedule backward_schedule(const BackwardParams& params, const MaskSummary& mask,
+                                  int block_kv, HeadDims dims, int ctas_per_sm,
+                                  const GpuModel& gpu) {
+    const bool masked = mask.is_masked();
     return make_schedule(tile_numbers(params, params.seqlen_k, block_kv), params.heads_k,
                          tensor_batches(params),
                          masked || params.cu_seqlens_q != nullptr || params.deterministic,
@@ -125,14 +127,14 @@ inline Schedule backward_schedule(const BackwardParams& params, int block_kv, He
 // (tiles + 1) times as many iterations as the mean. 0 in deterministic mode and with varlen, for
 // long sequences, for which zeros cost little, and where the heads in between do not fit in L2 or
 // are more than a quarter of all (note 010).
-inline int lead_of(const BackwardParams& params, const Schedule& schedule, HeadDims dims,
-                   const GpuModel& gpu) {
+inline int lead_of(const BackwardParams& params, const MaskSummary& mask, const Schedule& schedule,
+                   HeadDims dims, const GpuModel& gpu) {
     constexpr int kMaxTiles = 16;
     if (params.deterministic || params.cu_seqlens_q != nullptr || schedule.tiles < 2 ||
         schedule.tiles > kMaxTiles)
         return 0;
-    const int lead = is_masked(params) ? ceil_div(2 * gpu.sms, schedule.tiles + 1)
-                                       : ceil_div(gpu.sms, schedule.tiles);
+    const int lead = mask.is_masked() ? ceil_div(2 * gpu.sms, schedule.tiles + 1)
+                                      : ceil_div(gpu.sms, schedule.tiles);
     // On an H100 33.5 MiB, for leads of 33 heads of 1 MiB each (132 SMs, 4 tiles a head), which the
     // share for whole groups of heads would exclude.
     const bool fits = lead * backward_bytes_per_head(params, dims) <= gpu.l2_share / 64 * 67;
@@ -142,16 +144,16 @@ inline int lead_of(const BackwardParams& params, const Schedule& schedule, HeadD
 // --- Tiles of FA3's forward ---
 
 // The time of a forward with such tiles, the empty rows and keys of both included.
-inline double forward_time(const AttentionParams& params, const tuning::Fa3Forward& tile,
-                           const tuning::Fa3Costs& costs, const GpuModel& gpu) {
+inline double forward_time(const AttentionParams& params, const MaskSummary& mask,
+                           const tuning::Fa3Forward& tile, const tuning::Fa3Costs& costs,
+                           const GpuModel& gpu) {
     const int rows = 64 * tile.consumers;
-    const bool equal = !is_varlen(params) && !is_masked(params);
+    const bool equal = !is_varlen(params) && !mask.is_masked();
     const tuning::Fa3Cost cost = equal ? costs.alike : costs.differ;
     const int64_t heads = int64_t{params.heads_q} * params.batch;
-    const int64_t window = int64_t{params.window_left} + params.window_right + 1;
-    const int64_t keys =
-        equal ? ceil_div(mean_keys(params), tile.block_kv) * tile.block_kv
-              : min_of<int64_t>(mean_keys(params), window + rows) + tile.block_kv / 2;
+    const int64_t keys = equal
+                             ? ceil_div(mean_keys(params), tile.block_kv) * tile.block_kv
+                             : min_of(mean_keys(params), mask.keys_seen + rows) + tile.block_kv / 2;
     const auto tiles = static_cast<double>(heads * ceil_div(mean_queries(params), rows));
     return cost.percent * waves(tiles, gpu.sms, equal) * rows *
            static_cast<double>(keys + cost.overhead) / (100 * 64 * 128);
@@ -160,22 +162,25 @@ inline double forward_time(const AttentionParams& params, const tuning::Fa3Forwa
 // The tiles of a call without splits: those that take the least time. few_tiles: do the smallest Q
 // tiles fill the GPU no more than once?
 inline tuning::Fa3ForwardTile fa3_forward_tile(HeadDims dims, const AttentionParams& params,
-                                               bool few_tiles, const GpuModel& gpu) {
+                                               const MaskSummary& mask, bool few_tiles,
+                                               const GpuModel& gpu) {
     using enum tuning::Fa3ForwardTile;
+    const auto time = [&](const tuning::Fa3Forward& tile, const tuning::Fa3Costs& costs = {}) {
+        return forward_time(params, mask, tile, costs, gpu);
+    };
     if (element_bytes(params.element_type) == 1) {
         const tuning::Fa3ForwardFp8Row row = row_of(tuning::kFa3ForwardFp8, dims);
         // The tiles for splits have fewer rows, but a row and key takes longer
         // (docs/notes/016-fp8.md, d 64).
         constexpr tuning::Fa3Costs kCosts{.alike = {115}, .differ = {115}};
         const bool few = row.usual.consumers != row.splits.consumers &&
-                         (few_tiles || forward_time(params, row.splits, kCosts, gpu) <
-                                           forward_time(params, row.usual, {}, gpu));
+                         (few_tiles || time(row.splits, kCosts) < time(row.usual));
         return few ? kFewQueries : kUsual;
     }
     const tuning::Fa3ForwardRow row = row_of(tuning::kFa3Forward, dims);
-    const double usual = forward_time(params, row.usual, {}, gpu);
-    const double few_queries = forward_time(params, row.few_queries, row.few_queries_costs, gpu);
-    const double long_keys = forward_time(params, row.long_keys, row.long_keys_costs, gpu);
+    const double usual = time(row.usual);
+    const double few_queries = time(row.few_queries, row.few_queries_costs);
+    const double long_keys = time(row.long_keys, row.long_keys_costs);
     if (few_tiles || few_queries < min_of(usual, long_keys)) return kFewQueries;
     return long_keys < usual ? kLongKeys : kUsual;
 }
@@ -184,7 +189,8 @@ inline tuning::Fa3ForwardTile fa3_forward_tile(HeadDims dims, const AttentionPar
 
 // Tiles of block_q rows. GQA is packed if that at least halves their number and saves more bytes of
 // K and V than its results cost, which are written in float32 and read again (combine.cuh).
-inline QueryTiles query_tiles(const AttentionParams& params, int block_q, bool may_pack_gqa) {
+inline QueryTiles query_tiles(const AttentionParams& params, const MaskSummary& mask, int block_q,
+                              bool may_pack_gqa) {
     const QueryTiles one_head{params.heads_q, block_q};
     const int group = group_or_one(params);
     if (!may_pack_gqa || group < 2 || group > block_q) return one_head;
@@ -193,7 +199,7 @@ inline QueryTiles query_tiles(const AttentionParams& params, int block_q, bool m
     const QueryTiles packed{params.heads_k, block_q >> pack_gqa_log2, pack_gqa_log2};
     const int64_t many = tile_count(params, one_head);
     const int64_t few = tile_count(params, packed);
-    const int64_t saved_bytes = (many - few) * keys_seen(params) *
+    const int64_t saved_bytes = (many - few) * mask.keys_seen *
                                 (params.head_dim + params.head_dim_v) *
                                 element_bytes(params.element_type);
     const int64_t result_bytes = statistics_rows(params) * params.head_dim_v * 8;
@@ -221,16 +227,16 @@ inline QueryTiles few_query_tiles(const AttentionParams& params, int block_q, bo
 // Splits have a least number of keys: the more queries have partial results and the more splits run
 // one after another, the larger it is. `few_keys`: where there are few rows. Then fewer than
 // kFewestKeysToSplit keys are not split, since the combination takes longer than they do.
-inline int num_splits(const AttentionParams& params, int64_t tiles, int heads_per_tile, int at_once,
-                      int few_keys) {
+inline int num_splits(const AttentionParams& params, const MaskSummary& mask, int64_t tiles,
+                      int heads_per_tile, int at_once, int few_keys) {
     constexpr int kFewestKeysToSplit = 1024;
     const int queries = mean_queries(params);
-    const int keys = keys_seen(params);
+    const int keys = mask.keys_seen;
     if (tiles == 0 || queries == 0 || keys == 0) return 1;
     const bool whole_tiles = int64_t{queries} * heads_per_tile >= 64;
     if (!whole_tiles && keys < kFewestKeysToSplit) return 1;
     // The mean share of the keys that a tile sees: under a causal mask the first queries see few.
-    const double share = whole_tiles && params.window_right < params.seqlen_k
+    const double share = whole_tiles && mask.hides_later
                              ? 1. - 0.5 * min_of(queries, keys) / max_of(queries, keys)
                              : 1.;
     const int least_keys = !whole_tiles ? few_keys : 2 * tiles <= at_once ? 1024 : 2048;
@@ -257,9 +263,9 @@ inline int sms_of_clusters(int splits, const GpuModel& gpu) {
 // The time of decode.cuh with so many splits of each of `tiles`. Where every SM has a CTA, memory
 // is the limit, or L2. Several clusters combine their results through global memory. Fitted to the
 // table in docs/notes/019-one-sequence.md.
-inline double decoding_time(const AttentionParams& params, int64_t tiles, int splits, double alone,
-                            int ctas_per_sm, const GpuModel& gpu) {
-    const int keys = keys_seen(params);
+inline double decoding_time(const AttentionParams& params, const MaskSummary& mask, int64_t tiles,
+                            int splits, double alone, int ctas_per_sm, const GpuModel& gpu) {
+    const int keys = mask.keys_seen;
     const int64_t bytes = int64_t{params.batch} * keys * params.heads_k *
                           (params.head_dim + params.head_dim_v) *
                           element_bytes(params.element_type);
@@ -276,11 +282,11 @@ inline double decoding_time(const AttentionParams& params, int64_t tiles, int sp
 }
 
 // The splits of each tile in decode.cuh: a cluster, or several full ones.
-inline int decode_splits(const AttentionParams& params, int64_t tiles, tuning::Fa3ForwardTile tile,
-                         int ctas_per_sm, const GpuModel& gpu) {
+inline int decode_splits(const AttentionParams& params, const MaskSummary& mask, int64_t tiles,
+                         tuning::Fa3ForwardTile tile, int ctas_per_sm, const GpuModel& gpu) {
+    const double alone = tuning::decoding_time_alone(tile);
     const auto time = [&](int splits) {
-        return decoding_time(params, tiles, splits, tuning::decoding_time_alone(tile), ctas_per_sm,
-                             gpu);
+        return decoding_time(params, mask, tiles, splits, alone, ctas_per_sm, gpu);
     };
     int best = 1;
     const auto consider = [&](int splits) {
@@ -298,8 +304,8 @@ inline int decode_splits(const AttentionParams& params, int64_t tiles, tuning::F
 // Where such CTAs are too few for the GPU, too unequal, or have too many rows in L2, groups are cut
 // into equal parts; and where that does not suffice and all queries see all keys (cross attention
 // to few keys), the Q tiles of each head. For the kernels each part is a KV head, with the same K
-// and V as the other parts (shared_key_rows()) and with gradients of its own. These are summed
-// afterwards, always in the same order (kernels/common/sum_parts.cuh).
+// and V as the other parts, and with gradients of its own. These are summed afterwards, always in
+// the same order (kernels/common/sum_parts.cuh).
 struct Parts {
     int groups;   // into which a group is cut
     int queries;  // and the queries of each head
@@ -352,8 +358,8 @@ inline int best_parts(const TilesToCut& x, int64_t most, int whole) {
 
 // The parts of a call with `key_tiles` of a head. A part of few queries has too little to do. wide:
 // for the kernels of wide heads, which do not add to dQ in memory, and cannot cut queries.
-inline Parts choose_parts(const BackwardParams& params, int64_t key_tiles, bool wide,
-                          const GpuModel& gpu) {
+inline Parts choose_parts(const BackwardParams& params, const MaskSummary& mask, int64_t key_tiles,
+                          bool wide, const GpuModel& gpu) {
     constexpr int kLeastRows = 512;  // of Q, of a part
     const int group = params.heads_q / params.heads_k;
     const bool packed = params.cu_seqlens_q != nullptr;
@@ -361,12 +367,12 @@ inline Parts choose_parts(const BackwardParams& params, int64_t key_tiles, bool 
     TilesToCut x{.tiles = key_tiles * heads,
                  .rows = int64_t{group} * mean_queries(params),
                  .sms = gpu.sms,
-                 .unequal = is_masked(params) || packed,
+                 .unequal = mask.is_masked() || packed,
                  .waiting = packed ? .5 : .1};
     constexpr int64_t kKeysAtWork = 2 * 128 * 128;  // two waves of tiles of 128 keys
     if (params.deterministic && !wide) {
         x.heads = heads;  // of packed sequences those of one, as measured
-    } else if (is_masked(params) && params.window_left >= params.seqlen_q) {
+    } else if (mask.hides_later && !mask.hides_earlier) {
         const int64_t heads_at_work = ceil_div<int64_t>(kKeysAtWork, max_of(mean_keys(params), 1));
         const int64_t rows = min_of<int64_t>(heads_at_work * mean_queries(params), kKeysAtWork);
         const HeadDims dims{params.head_dim, params.head_dim_v};
@@ -390,13 +396,13 @@ inline Parts choose_parts(const BackwardParams& params, int64_t key_tiles, bool 
 // share of them. The limit is two and a half times the size of q, out and their gradients, which is
 // linear in the sequence length, or 576 MiB if that is less. 0 if one head exceeds it, or if
 // sequences are packed: the host does not know their lengths.
-inline int ds_heads_at_a_time(const BackwardParams& params) {
+inline int ds_heads_at_a_time(const BackwardParams& params, const DSWorkspaceTiles& tiles) {
     constexpr int64_t kMost = int64_t{576} << 20;
     const int64_t heads_q = int64_t{params.heads_q} * params.batch;
     const int64_t most =
         min_of(kMost, heads_q * params.seqlen_q * (params.head_dim + params.head_dim_v) * 5 *
                           element_bytes(params.element_type));
-    const int64_t bytes = ds_head_bytes(params);
+    const int64_t bytes = ds_head_bytes(params, tiles);
     if (params.cu_seqlens_q != nullptr || bytes > most) return 0;
     const int64_t heads = max_of<int64_t>(int64_t{params.heads_k} * params.batch, 1);
     const int64_t passes = ceil_div(heads, min_of(most / bytes, heads));

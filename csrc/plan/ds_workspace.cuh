@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "problem/mask.cuh"
 #include "problem/params.h"
 #include "tile/host_device.h"
 
@@ -19,10 +20,10 @@ struct DSWorkspaceTiles {
     bool triangle = false;
 
     DSWorkspaceTiles() = default;
-    FLASH_HOST_DEVICE constexpr explicit DSWorkspaceTiles(const AttentionParams& params)
+    DSWorkspaceTiles(const AttentionParams& params, const MaskSummary& mask)
         : q_tiles(ceil_div(params.seqlen_q, 64)),
           kv_tiles(ceil_div(params.seqlen_k, 64)),
-          triangle(params.window_right <= params.seqlen_q - params.seqlen_k) {}
+          triangle(mask.is_triangle) {}
 
     FLASH_HOST_DEVICE constexpr int of_row(int q_tile) const {
         return triangle ? q_tile + 1 : kv_tiles;
@@ -34,8 +35,7 @@ struct DSWorkspaceTiles {
 };
 
 // The dS of a head of K and V, or of a part: of all its query heads.
-FLASH_HOST_DEVICE constexpr int64_t ds_head_bytes(const AttentionParams& params) {
-    const DSWorkspaceTiles tiles(params);
+inline int64_t ds_head_bytes(const AttentionParams& params, const DSWorkspaceTiles& tiles) {
     return max_of<int64_t>(tiles.first(tiles.q_tiles) * DSWorkspaceTiles::kElements *
                                element_bytes(params.element_type) *
                                (params.heads_q / params.heads_k),

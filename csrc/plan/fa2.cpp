@@ -26,8 +26,8 @@ void plan_fa2_forward(ForwardPlan& plan, const GpuModel& gpu) {
                 tuning::kFa2SplitKeys);
     choose_kernel(plan, tuning::kFa2Forward,
                   options_of(params) | only_if(plan.kernel.has_splits, OptionSet::kSplits));
-    params.schedule = forward_schedule(params, {params.heads_q, tuning::kForwardBlockQ}, dims,
-                                       tuned, gpu, params.num_splits);
+    params.schedule = forward_schedule(params, plan.mask, {params.heads_q, tuning::kForwardBlockQ},
+                                       dims, tuned, gpu, params.num_splits);
 }
 
 cudaError_t run_fa2_forward(const ForwardPlan& plan, cudaStream_t stream) {
@@ -44,8 +44,8 @@ void plan_fa2_backward(BackwardPlan& plan, const GpuModel& gpu) {
     plan_mma_backward(plan, tuning::kFa2Backward);
     const HeadDims dims = plan.kernel.head_dims;
     const tuning::Backward tile = tuning::fa2_backward(dims, plan.kernel.options);
-    plan.params.schedule = backward_schedule(plan.params, tile.keys_per_warp * tile.warps_kv, dims,
-                                             tile.ctas_per_sm, gpu);
+    plan.params.schedule = backward_schedule(
+        plan.params, plan.mask, tile.keys_per_warp * tile.warps_kv, dims, tile.ctas_per_sm, gpu);
 }
 
 cudaError_t run_fa2_backward(const BackwardPlan& plan, cudaStream_t stream) {

@@ -62,7 +62,7 @@ bool plan_fa3_decode(ForwardPlan& plan, bool may_pack_gqa, const GpuModel& gpu) 
     if (tile == kManyRows && 2 * tiles > gpu.sms) return false;
 
     const tuning::Fa3DecodeShape shape = tuning::fa3_decode(dims, tile);
-    const int splits = decode_splits(params, tiles, tile, shape.ctas_per_sm, gpu);
+    const int splits = decode_splits(params, plan.mask, tiles, tile, shape.ctas_per_sm, gpu);
     choose_kernel(plan, tuning::kFa3Decode, options_of(params));
     params.changes_scores = changes_scores(options_of(params));  // a branch at run time
     params.pack_gqa_log2 = q_tiles.pack_gqa_log2;
@@ -75,7 +75,7 @@ bool plan_fa3_decode(ForwardPlan& plan, bool may_pack_gqa, const GpuModel& gpu) 
         plan.workspace.reserve(params.counters, tiles * kMostClusterSplits);
     }
     const bool one_cta_per_sm = tiles * splits <= sms_of_clusters(splits, gpu);
-    const bool many_keys = keys_seen(params) > tuning::kFewDecodeKeys * splits;
+    const bool many_keys = plan.mask.keys_seen > tuning::kFewDecodeKeys * splits;
     plan.kernel.tile = tile == kFewRows && one_cta_per_sm && many_keys ? kManyKeys : tile;
     return true;
 }
@@ -105,14 +105,16 @@ void plan_fa3_forward(ForwardPlan& plan, const GpuModel& gpu) {
     if (tiles * params.num_splits > gpu.sms) plan.workspace.reserve(params.counters, 1);
     const bool packed = params.pack_gqa_log2 > 0;
     const bool splits = params.num_splits > 1 || packed;
-    kernel.tile = splits ? tuning::Fa3ForwardTile::kFewQueries
-                         : fa3_forward_tile(kernel.head_dims, params, tiles <= gpu.sms, gpu);
+    kernel.tile =
+        splits ? tuning::Fa3ForwardTile::kFewQueries
+               : fa3_forward_tile(kernel.head_dims, params, plan.mask, tiles <= gpu.sms, gpu);
     const int block_q =
         choose_fa3_forward(plan, options_of(params) | only_if(splits, OptionSet::kSplits));
     const QueryTiles q_tiles{packed ? params.heads_k : params.heads_q,
                              block_q >> params.pack_gqa_log2};
-    params.schedule = forward_schedule(params, q_tiles, kernel.head_dims, 1, gpu, params.num_splits,
-                                       /*may_take_whole_heads=*/true);
+    params.schedule =
+        forward_schedule(params, plan.mask, q_tiles, kernel.head_dims, 1, gpu, params.num_splits,
+                         /*may_take_whole_heads=*/true);
 }
 
 cudaError_t dispatch_fa3_forward(const ForwardParams& params, const ForwardKernel& kernel,
@@ -158,18 +160,19 @@ void split_heads(BackwardPlan& plan, Parts parts) {
 
 // The orders of tiles with the dS of `ds_heads` heads of K and V, or without any of all heads.
 // Parts are heads of params.
-WideSchedules wide_schedules(const BackwardParams& params, HeadDims dims, int ds_heads,
-                             const GpuModel& gpu) {
-    const bool masked = is_masked(params);
+WideSchedules wide_schedules(const BackwardParams& params, const MaskSummary& mask, HeadDims dims,
+                             int ds_heads, const GpuModel& gpu) {
+    const bool masked = mask.is_masked();
     const int group = group_of(params);
     const int64_t bytes = element_bytes(params.element_type);
     const int kv_tiles = tile_numbers(params, params.seqlen_k, tuning::kFa3BackwardWideBlock);
     const int64_t q_do_bytes = bytes * (dims.qk + dims.v) * params.seqlen_q * group;
     if (ds_heads == 0)
-        return {make_schedule(kv_tiles, params.heads_k, tensor_batches(params),
-                              masked || params.cu_seqlens_q != nullptr, q_do_bytes, 1, gpu,
-                              l2_group_waves(params, masked)),
-                forward_schedule(params, {params.heads_q, tuning::kFa3DQBlockQ}, dims, 1, gpu)};
+        return {
+            make_schedule(kv_tiles, params.heads_k, tensor_batches(params),
+                          masked || params.cu_seqlens_q != nullptr, q_do_bytes, 1, gpu,
+                          l2_group_waves(params, masked)),
+            forward_schedule(params, mask, {params.heads_q, tuning::kFa3DQBlockQ}, dims, 1, gpu)};
     return {make_schedule(kv_tiles, ds_heads, 1, masked, q_do_bytes, 1, gpu),
             make_schedule(ceil_div(params.seqlen_q, tuning::kFa3DQBlockQ), ds_heads * group, 1,
                           masked, bytes * dims.qk * params.seqlen_k / group, 1, gpu)};
@@ -180,12 +183,13 @@ void plan_wide_backward(BackwardPlan& plan, const BackwardParams& params, HeadDi
                         const GpuModel& gpu) {
     BackwardKernel& kernel = plan.kernel;
     plan.workspace.reserve(plan.params.tile_count_semaphore, 2);
-    kernel.ds_heads = ds_heads_at_a_time(params);
-    kernel.wide = wide_schedules(params, dims, kernel.ds_heads, gpu);
+    kernel.ds_tiles = DSWorkspaceTiles(params, plan.mask);
+    kernel.ds_heads = ds_heads_at_a_time(params, kernel.ds_tiles);
+    kernel.wide = wide_schedules(params, plan.mask, dims, kernel.ds_heads, gpu);
     if (kernel.ds_heads == 0) return;
-    plan.workspace.reserve(kernel.ds, kernel.ds_heads * ds_head_bytes(params));
+    plan.workspace.reserve(kernel.ds, kernel.ds_heads * ds_head_bytes(params, kernel.ds_tiles));
     const int last = params.heads_k * params.batch % kernel.ds_heads;
-    if (last > 0) kernel.last_wide = wide_schedules(params, dims, last, gpu);
+    if (last > 0) kernel.last_wide = wide_schedules(params, plan.mask, dims, last, gpu);
 }
 
 void plan_fa3_backward(BackwardPlan& plan, const GpuModel& gpu) {
@@ -198,13 +202,13 @@ void plan_fa3_backward(BackwardPlan& plan, const GpuModel& gpu) {
                       choose_kernel(plan, tuning::kFa3BackwardWide, options_of(params));
     const HeadDims dims = kernel.head_dims;
     const int block_kv = wide ? tuning::kFa3BackwardWideBlock : tuning::kFa3BackwardBlockKV;
-    split_heads(plan,
-                choose_parts(params, tile_numbers(params, params.seqlen_k, block_kv), wide, gpu));
+    split_heads(plan, choose_parts(params, plan.mask,
+                                   tile_numbers(params, params.seqlen_k, block_kv), wide, gpu));
     reserve_rows(plan, wide ? 0 : dims.qk);
     const BackwardParams of_parts = with_parts_as_heads(params);
     if (wide) return plan_wide_backward(plan, of_parts, dims, gpu);
-    params.schedule = backward_schedule(of_parts, block_kv, dims, 1, gpu);
-    kernel.lead = lead_of(of_parts, params.schedule, dims, gpu);
+    params.schedule = backward_schedule(of_parts, plan.mask, block_kv, dims, 1, gpu);
+    kernel.lead = lead_of(of_parts, plan.mask, params.schedule, dims, gpu);
     params.dq_accum_zeroed = kernel.lead == 0 && !params.deterministic;
     if (tuning::fa3_backward(dims, kernel.options, kernel.many_queries).by_matmul()) {
         const int64_t rows = workspace_rows(params);

@@ -5,6 +5,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include "plan/ds_workspace.cuh"
 #include "plan/tuning.h"
 #include "problem/params.h"
 
@@ -37,6 +38,7 @@ struct BackwardKernel {
     // may be fewer. 0: the dQ kernel computes dS again.
     int ds_heads = 0;
     void* ds = nullptr;
+    DSWorkspaceTiles ds_tiles;
     WideSchedules wide, last_wide;
 };
 

@@ -1,7 +1,6 @@
 #include "plan/plan.h"
 
 #include "plan/steps.h"
-#include "problem/mask.cuh"
 
 namespace flash_ext {
 namespace {
@@ -19,9 +18,8 @@ void pack_gqa_view(ForwardParams& params) {
     const bool alike = params.alibi_slopes == nullptr && params.bias.data == nullptr &&
                        params.sink == nullptr && params.rng_state == nullptr &&
                        !params.q_descale.by_query_head;
-    const bool sees_all_keys = params.window_left >= params.seqlen_k;
     if (params.seqlen_q != 1 || params.cu_seqlens_q != nullptr || group < 2 || !alike ||
-        !sees_all_keys || params.q.head_stride == 0)
+        !summary_of(params).sees_all || params.q.head_stride == 0)
         return;
     for (TensorView* view : {&params.q, &params.out}) {
         view->row_stride = view->head_stride;
@@ -29,7 +27,7 @@ void pack_gqa_view(ForwardParams& params) {
     }
     params.seqlen_q = group;  // and lse (B, Hq, 1) is lse (B, Hk, group)
     params.heads_q = params.heads_k;
-    params.window_right = BandMask::kUnlimited;
+    lift_mask(params);
 }
 
 // The first that can, of the variant and those that stand in for it.
@@ -59,11 +57,13 @@ Choice choose_backward(const Call& call, Variant forward) {
 
 void make_plan(ForwardPlan& plan, const GpuModel& gpu) {
     pack_gqa_view(plan.params);
+    plan.mask = summary_of(plan.params);
     row_of(plan.variant).plan_forward(plan, gpu);
 }
 
 void make_plan(BackwardPlan& plan, const GpuModel& gpu) {
     BackwardParams& params = plan.params;
+    plan.mask = summary_of(params);
     if (params.deterministic && params.cu_seqlens_q != nullptr) {
         plan.cu_seqlens_q = params.cu_seqlens_q;
         plan.cu_seqlens_k = params.cu_seqlens_k;

@@ -11,6 +11,7 @@
 #include "plan/launchers.h"
 #include "plan/variants.h"
 #include "plan/workspace.h"
+#include "problem/mask.cuh"
 #include "problem/params.h"
 
 namespace flash_ext {
@@ -36,6 +37,7 @@ Choice choose_backward(const Call& call, Variant forward);
 struct ForwardPlan {
     Variant variant;
     ForwardParams params;
+    MaskSummary mask;
     ForwardKernel kernel;
     Workspace workspace;
 };
@@ -43,6 +45,7 @@ struct ForwardPlan {
 struct BackwardPlan {
     Variant variant;
     BackwardParams params;
+    MaskSummary mask;
     BackwardKernel kernel;
     Workspace workspace;
     // The call's dK and dV, if the kernels write those of parts.

@@ -91,11 +91,11 @@ std::string mma_unsupported_reason(const Call& call, Pass pass, Bytes bytes) {
 // num_splits(). Returns the number of tiles, without splits.
 inline int64_t plan_splits(ForwardPlan& plan, bool may_pack_gqa, int at_once, int few_keys) {
     ForwardParams& params = plan.params;
-    const QueryTiles q_tiles = query_tiles(params, tuning::kForwardBlockQ, may_pack_gqa);
+    const QueryTiles q_tiles = query_tiles(params, plan.mask, tuning::kForwardBlockQ, may_pack_gqa);
     const int64_t tiles = tile_count(params, q_tiles);
     params.pack_gqa_log2 = q_tiles.pack_gqa_log2;
-    params.num_splits =
-        num_splits(params, tiles, params.heads_q / std::max(q_tiles.heads, 1), at_once, few_keys);
+    params.num_splits = num_splits(params, plan.mask, tiles,
+                                   params.heads_q / std::max(q_tiles.heads, 1), at_once, few_keys);
     // Packed GQA goes the same way, unless a CTA has one tile (store_group() in FA3's forward).
     plan.kernel.has_splits = params.num_splits > 1 || (params.pack_gqa_log2 > 0 && tiles > at_once);
     if (plan.kernel.has_splits) {

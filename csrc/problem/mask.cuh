@@ -68,13 +68,63 @@ FLASH_HOST_DEVICE constexpr BandMask mask_of(const AttentionParams& params,
     return {sequence.seqlen_q, sequence.seqlen_k, params.window_left, params.window_right};
 }
 
-// The tiles that a tile sees, or that see it, in ascending order: tile(i), begin <= i < end.
-// Kernels go over the indices and ask here for the numbers of tiles. Under an interval mask these
-// are consecutive, and the index of a tile is its number; in a list in memory it would be a place.
-// What needs no more than the index is static: members change ptxas's schedules (note 014).
+// What the host asks about the mask of a call. A plan makes it once; nothing else of plan/ or
+// schedule/ knows what kind of mask there is.
+struct MaskSummary {
+    int keys_seen;       // the most keys that a query sees; of packed sequences on average
+    bool hides_earlier;  // by the lengths, may queries not see the first keys, ...
+    bool hides_later;    // ... or the last ones? Then tiles differ in how much they see.
+    bool sees_all;       // dense: does every query see every key?
+    bool is_triangle;    // dense: does no query i see a key after key i?
+
+    constexpr bool is_masked() const { return hides_earlier || hides_later; }
+};
+
+inline MaskSummary summary_of(const AttentionParams& params) {
+    const int queries = params.seqlen_q;
+    const int keys = params.seqlen_k;
+    const BandMask mask = mask_of(params, sequence_of<false>(params, 0));
+    return {.keys_seen = min_of(mean_keys(params), mask.window_left + mask.window_right + 1),
+            .hides_earlier = mask.window_left < queries,
+            .hides_later = mask.window_right < keys,
+            .sees_all = mask.is_full({0, queries}, {0, keys}),
+            .is_triangle = mask.window_right <= -mask.offset()};
+}
+
+// Every query sees every key.
+inline void lift_mask(AttentionParams& params) {
+    params.window_left = params.window_right = BandMask::kUnlimited;
+}
+
+FLASH_HOST_DEVICE constexpr Interval tile_interval(int tile, int block) {
+    return {tile * block, (tile + 1) * block};
+}
+
+// The tiles that a tile sees, or that see it, in ascending order of their numbers, as indices begin
+// to end - 1. Kernels go over indices, and ask here for all that depends on the kind of mask: the
+// number of tile i, which tiles some of the rows see, and which are full, so that their scores need
+// no mask. Under an interval mask the index of a tile is its number. A list in memory would have
+// members for its place and for its full tiles, which are side by side; whoever loads a tile reads
+// its number. What an interval answers without its ends is static: reading members changes ptxas's
+// schedules (note 014).
 struct VisibleTiles {
     int begin;
     int end;
+
+    // The tiles of `block` keys of which some of `queries` see a key ...
+    template <bool kMayBeEmpty = true>
+    FLASH_HOST_DEVICE static constexpr VisibleTiles of_queries(const BandMask& mask,
+                                                               Interval queries, int block) {
+        return touched<kMayBeEmpty>(mask.keys_of(queries), block);
+    }
+    // ... and of `block` queries that see some of `keys`. kMayBeUnused: all may be past seqused_k.
+    template <bool kMayBeUnused>
+    FLASH_HOST_DEVICE static constexpr VisibleTiles of_keys(const BandMask& mask, Interval keys,
+                                                            int block) {
+        Interval queries = mask.queries_of(keys);
+        if (kMayBeUnused && keys.begin >= mask.seqlen_k) queries.end = 0;
+        return touched<true>(queries, block);
+    }
 
     FLASH_HOST_DEVICE constexpr bool empty() const { return end <= begin; }
     FLASH_HOST_DEVICE constexpr int count() const { return end - begin; }
@@ -87,18 +137,48 @@ struct VisibleTiles {
     }
     // How far tile(i) is from the one before it.
     FLASH_HOST_DEVICE static constexpr int distance(int) { return 1; }
+
+    // Of KV tiles, for some of the queries: the indices of the tiles that these see, and the last
+    // one, and of the tiles of which all of them see every key. They may lie outside begin to
+    // end - 1.
+    FLASH_HOST_DEVICE static constexpr VisibleTiles seen_by(const BandMask& mask, Interval queries,
+                                                            int block) {
+        return of_queries(mask, queries, block);
+    }
+    FLASH_HOST_DEVICE static constexpr int last_seen_by(const BandMask& mask, Interval queries,
+                                                        int block) {
+        return (mask.keys_of(queries).end - 1) / block;
+    }
+    FLASH_HOST_DEVICE static constexpr Interval full_for(const BandMask& mask, Interval queries,
+                                                         int block) {
+        const int last_query = min_of(queries.end - 1, mask.seqlen_q - 1);
+        return {ceil_div(mask.key_range(last_query).begin, block),
+                mask.key_range(queries.begin).end / block};
+    }
+    // Of Q tiles: the indices of those whose queries all see every key in `keys`.
+    FLASH_HOST_DEVICE static constexpr Interval seeing_all(const BandMask& mask, Interval keys,
+                                                           int block) {
+        const Interval first = mask.query_range(keys.begin);
+        const Interval last = mask.query_range(keys.end - 1);
+        const int end = min_of(first.end, last.end);
+        return {ceil_div(last.begin, block),
+                end == mask.seqlen_q ? ceil_div(end, block) : end / block};
+    }
+
+    // Do all of `queries` see all of `keys`, with tile i being either of the two?
+    FLASH_HOST_DEVICE static constexpr bool is_full(int /*i*/, const BandMask& mask,
+                                                    Interval queries, Interval keys) {
+        return mask.is_full(queries, keys);
+    }
+
+ private:
+    // The tiles that an interval of positions touches.
+    template <bool kMayBeEmpty>
+    FLASH_HOST_DEVICE static constexpr VisibleTiles touched(Interval positions, int block) {
+        return kMayBeEmpty && positions.empty()
+                   ? VisibleTiles{0, 0}
+                   : VisibleTiles{positions.begin / block, ceil_div(positions.end, block)};
+    }
 };
-
-// The tiles of `block` positions that an interval of positions touches.
-template <bool kMayBeEmpty = true>
-FLASH_HOST_DEVICE constexpr VisibleTiles tiles_of(Interval positions, int block) {
-    return kMayBeEmpty && positions.empty()
-               ? VisibleTiles{0, 0}
-               : VisibleTiles{positions.begin / block, ceil_div(positions.end, block)};
-}
-
-FLASH_HOST_DEVICE constexpr Interval tile_interval(int tile, int block) {
-    return {tile * block, (tile + 1) * block};
-}
 
 }  // namespace flash_ext

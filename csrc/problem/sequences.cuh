@@ -89,14 +89,4 @@ FLASH_HOST_DEVICE constexpr int64_t statistics_rows(const AttentionParams& param
     return int64_t{tensor_batches(params)} * params.heads_q * params.seqlen_q;
 }
 
-// Do KV tiles see different numbers of queries?
-FLASH_HOST_DEVICE constexpr bool is_masked(const AttentionParams& params) {
-    return params.window_right < params.seqlen_k || params.window_left < params.seqlen_q;
-}
-
-// The largest number of keys that a query sees; of packed sequences on average.
-inline int keys_seen(const AttentionParams& params) {
-    return min_of(mean_keys(params), params.window_left + params.window_right + 1);
-}
-
 }  // namespace flash_ext

@@ -111,7 +111,7 @@ __device__ __forceinline__ void load_tile(uint32_t shared, const GlobalTile<cons
     }
 }
 
-// Loads the tiles of a tensor from last to first. It keeps the address of this thread's first
+// Loads the tiles of a tensor one after another. It keeps the address of this thread's first
 // chunk: so a tile costs one addition instead of the products of its position and the strides.
 template <class Tile, int kThreads, bool kMayBeUnaligned, class Element>
 struct TileCursor {
@@ -124,10 +124,10 @@ struct TileCursor {
     }
 
     // kAllRows: the tile ends within the sequence. Otherwise it has `rows` valid ones. The next
-    // load is that of the tile `distance` tiles before.
+    // tile is `step` elements from this one.
     template <bool kAllRows>
     __device__ __forceinline__ void load(uint32_t shared, int64_t row_stride, int rows, int cols,
-                                         bool aligned, int distance) {
+                                         bool aligned, int64_t step) {
         if constexpr (kMayBeUnaligned) {
             const GlobalTile<const Element> tile{source - thread_offset(row_stride), row_stride,
                                                  kAllRows ? Tile::kRows : rows, cols};
@@ -143,7 +143,7 @@ struct TileCursor {
                     (kAllRows || row < rows) && col < cols);
             });
         }
-        source -= distance * Tile::kRows * row_stride;
+        source += step;
     }
 
  private:
@@ -159,18 +159,11 @@ template <class Element, class Tile, int kColStep = 1, class Accumulator>
 __device__ __forceinline__ void store_to_shared(uint32_t shared, const Accumulator& acc,
                                                 int first_row, int first_col_block = 0) {
     const uint32_t within_chunk = 2 * lane_col();
-#pragma unroll
-    for (int m = 0; m < Accumulator::kM; ++m)
-#pragma unroll
-        for (int n = 0; n < Accumulator::kN; ++n) {
-            const int chunk = 2 * (first_col_block + n / 2 * kColStep) + n % 2;
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int row = first_row + 16 * m + lane_row() + 8 * i;
-                ptx::st_shared(shared + Tile::offset(row, chunk) + within_chunk,
-                               ptx::pack<Element>(acc.v[m][n][2 * i], acc.v[m][n][2 * i + 1]));
-            }
-        }
+    acc.for_each_pair([&](float x, float y, int row, int col) {
+        const int chunk = 2 * (first_col_block + col / 16 * kColStep) + col / 8 % 2;
+        ptx::st_shared(shared + Tile::offset(first_row + row + lane_row(), chunk) + within_chunk,
+                       ptx::pack<Element>(x, y));
+    });
 }
 
 // Shared to global by kThreads threads, kRows rows from `first_row` (a multiple of 8, the swizzle's
@@ -238,11 +231,9 @@ __device__ __forceinline__ void store_rows(const GlobalTile<float>& tile, const 
         const int row = lane_row() + 8 * i;
         float* target = tile.data + row * tile.row_stride + lane_col();
         const int cols = row < tile.rows ? tile.cols : 0;
-#pragma unroll
-        for (int n = 0; n < Accumulator::kN; ++n)
-            if (8 * n < cols)
-                *reinterpret_cast<float2*>(target + 8 * n) = {acc.v[0][n][2 * i],
-                                                              acc.v[0][n][2 * i + 1]};
+        acc.for_each_pair_of_row(0, i, [&](float x, float y, int col) {
+            if (col < cols) *reinterpret_cast<float2*>(target + col) = {x, y};
+        });
     }
 }
 
@@ -251,18 +242,16 @@ __device__ __forceinline__ void store_rows(const GlobalTile<float>& tile, const 
 template <class Accumulator, class IndexOf>
 __device__ __forceinline__ void store_rows(float* target, const Accumulator& acc,
                                            IndexOf index_of) {
-    constexpr int kCols = 8 * Accumulator::kN;
 #pragma unroll
     for (int m = 0; m < Accumulator::kM; ++m)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int64_t index = index_of(16 * m + lane_row() + 8 * i);
             if (index < 0) continue;
-            float* row = target + index * kCols + lane_col();
-#pragma unroll
-            for (int n = 0; n < Accumulator::kN; ++n)
-                *reinterpret_cast<float2*>(row + 8 * n) = {acc.v[m][n][2 * i],
-                                                           acc.v[m][n][2 * i + 1]};
+            float* row = target + index * Accumulator::kCols + lane_col();
+            acc.for_each_pair_of_row(m, i, [&](float x, float y, int col) {
+                *reinterpret_cast<float2*>(row + col) = {x, y};
+            });
         }
 }
 

@@ -1,53 +1,17 @@
-// Matrices in a warp's registers, and the operands that ldmatrix fetches from a SharedTile.
-//
-// Accumulator layout of mma.m16n8k16 (lane = 4 g + c, g 0..7, c 0..3): element v[m][n][2 i + e] is
-// row 16 m + g + 8 i, column 8 n + 2 c + e. A 16-bit A operand has the same layout, which is why
-// P can go from the scores' accumulators into the next matmul without leaving the registers.
+// The operands of a warp's matmuls: fetched from a SharedTile by ldmatrix, or in registers. A
+// 16-bit A operand has the layout of an accumulator (register_tile.cuh), which is why P can go from
+// the scores' accumulators into the next matmul without leaving the registers.
 #pragma once
 
 #include <cstdint>
 
 #include "ptx/ldmatrix.cuh"
-#include "ptx/math.cuh"
 #include "ptx/not_hoisted.cuh"
 #include "ptx/shared.cuh"
+#include "tile/register_tile.cuh"
 #include "tile/swizzle.cuh"
 
 namespace flash_ext {
-
-__device__ __forceinline__ int lane_id() { return threadIdx.x % 32; }
-__device__ __forceinline__ int warp_id() { return threadIdx.x / 32; }
-__device__ __forceinline__ int lane_row() { return lane_id() / 4; }
-__device__ __forceinline__ int lane_col() { return 2 * (lane_id() % 4); }
-
-template <int kRows_, int kCols_, class Number_ = float>
-struct RegisterTile {
-    using Number = Number_;
-    static constexpr int kRows = kRows_;
-    static constexpr int kCols = kCols_;
-    static constexpr int kM = kRows / 16;
-    static constexpr int kN = kCols / 8;
-
-    Number v[kM][kN][4];
-
-    __device__ __forceinline__ void clear() {
-#pragma unroll
-        for (int m = 0; m < kM; ++m)
-#pragma unroll
-            for (int n = 0; n < kN; ++n)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) v[m][n][i] = 0.f;
-    }
-
-    __device__ __forceinline__ void scale(float factor) {
-#pragma unroll
-        for (int m = 0; m < kM; ++m)
-#pragma unroll
-            for (int n = 0; n < kN; ++n)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) v[m][n][i] *= factor;
-    }
-};
 
 // How the four 8x8 matrices of an ldmatrix.x4 tile a 16x16 block: by rows first or columns first.
 enum class Order { kRowsFirst, kColumnsFirst };
@@ -129,10 +93,8 @@ template <class Element, class Accumulator>
 struct AFromRegisters {
     const Accumulator& acc;
     __device__ __forceinline__ void load_a(uint32_t (&a)[4], int m, int k) const {
-        a[0] = ptx::pack<Element>(acc.v[m][2 * k][0], acc.v[m][2 * k][1]);
-        a[1] = ptx::pack<Element>(acc.v[m][2 * k][2], acc.v[m][2 * k][3]);
-        a[2] = ptx::pack<Element>(acc.v[m][2 * k + 1][0], acc.v[m][2 * k + 1][1]);
-        a[3] = ptx::pack<Element>(acc.v[m][2 * k + 1][2], acc.v[m][2 * k + 1][3]);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) a[i] = acc.template pack<Element>(m, 2 * k + i / 2, i % 2);
     }
 };
 

@@ -126,6 +126,13 @@ struct RegisterOperand {
         for (int k = 0; k < kCols / 16; ++k)
             AFromRegisters<Element, RegisterTile<16, kCols>>{source}.load_a(v[k], 0, k);
     }
+    // Eight columns, from col on.
+    template <class Element>
+    __device__ __forceinline__ void round_columns(const RegisterTile<16, 8>& source, int col) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            v[col / 16][col % 16 / 4 + i] = source.template pack<Element>(0, 0, i);
+    }
     __device__ __forceinline__ const uint32_t (&at(int k) const)[4] { return v[k]; }
 };
 
@@ -151,10 +158,7 @@ __device__ __forceinline__ void gemm_async(Accumulator& c, const A& a, const B& 
 // After a wait: tells the compiler that C has been written up to this point.
 template <class Accumulator>
 __device__ __forceinline__ void warpgroup_fence(Accumulator& c) {
-#pragma unroll
-    for (int n = 0; n < Accumulator::kN; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) ptx::warpgroup_fence_operand(c.v[0][n][i]);
+    c.for_each([](auto& x, int, int) { ptx::warpgroup_fence_operand(x); });
 }
 
 }  // namespace flash_ext

@@ -111,7 +111,7 @@ def tunings():
 
 
 def shared_memory(tuning):
-    """Stages of (letter, count, bytes), as Fa3ForwardConfig lays them out."""
+    """Stages of (letter, count, bytes), as Fa3ForwardTiles lays them out."""
     _, d, dv, consumers, block_kv, q, k, v, _ = tuning
     buffers = [
         ("Q", q, consumers * 64 * d * 2),

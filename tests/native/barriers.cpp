@@ -141,11 +141,11 @@ void list_members() {
 #undef FLASH_MEMBER
 }
 
-// Keeps what launch(call) launches with the config's shared memory.
-template <class Config, class Launch>
+// Keeps what launch(call) launches with the kernel's shared memory.
+template <class Kernel, class Launch>
 cudaError_t keep(Launch launch) {
-    device::keep_launch_of(sizeof(typename Config::SharedStorage));
-    list_members<typename Config::SharedStorage>();
+    device::keep_launch_of(sizeof(typename Kernel::SharedStorage));
+    list_members<typename Kernel::SharedStorage>();
     return launch();
 }
 
@@ -161,11 +161,10 @@ Schedule schedule_of(const AttentionParams& params, int rows, int block, int hea
 
 template <class Kernel>
 cudaError_t launch_forward(const Call& call, ElementType type, bool general = false) {
-    using Config = typename Kernel::Config;
-    return keep<Config>([&] {
-        ForwardParams params = forward_params(call, type, Config::kHeadDim, general);
+    return keep<Kernel>([&] {
+        ForwardParams params = forward_params(call, type, Kernel::kHeadDim, general);
         params.schedule =
-            schedule_of(params, params.seqlen_q, Config::kBlockQ >> call.pack_gqa_log2,
+            schedule_of(params, params.seqlen_q, Kernel::kBlockQ >> call.pack_gqa_log2,
                         call.pack_gqa_log2 > 0 ? call.heads_k : call.heads_q);
         params.schedule.tiles *= call.num_splits;
         return launch_fa3_forward<Kernel>(params, kSms, nullptr);
@@ -174,29 +173,27 @@ cudaError_t launch_forward(const Call& call, ElementType type, bool general = fa
 
 template <int kHeadDim, tuning::Fa3ForwardTile kTile, OptionSet kOptions = tuning::kVarlen>
 cudaError_t forward(const Call& call) {
-    using Config = Fa3ForwardConfig<Element, kHeadDim, kHeadDim, kOptions,
-                                    tuning::fa3_forward({kHeadDim, kHeadDim}, kOptions, kTile)>;
-    return launch_forward<Fa3Forward<Config>>(call, ElementType::kBFloat16,
-                                              changes_scores(kOptions));
+    using Kernel = Fa3Forward<Element, kHeadDim, kHeadDim, kOptions,
+                              tuning::fa3_forward({kHeadDim, kHeadDim}, kOptions, kTile)>;
+    return launch_forward<Kernel>(call, ElementType::kBFloat16, changes_scores(kOptions));
 }
 
 template <int kHeadDim>
 cudaError_t forward_fp8(const Call& call) {
-    using Config =
-        Fa3ForwardFp8Config<Float8, kHeadDim, kHeadDim, tuning::kVarlen,
-                            tuning::fa3_forward_fp8({kHeadDim, kHeadDim}, tuning::kVarlen, kUsual)>;
-    return launch_forward<Fa3ForwardFp8<Config>>(call, ElementType::kFloat8);
+    using Kernel =
+        Fa3ForwardFp8<Float8, kHeadDim, kHeadDim, tuning::kVarlen,
+                      tuning::fa3_forward_fp8({kHeadDim, kHeadDim}, tuning::kVarlen, kUsual)>;
+    return launch_forward<Kernel>(call, ElementType::kFloat8);
 }
 
 template <int kHeadDim, bool kManyQueries = false, OptionSet kOptions = tuning::kVarlen>
 cudaError_t backward(const Call& call) {
-    using Config =
-        Fa3BackwardConfig<Element, kHeadDim, kHeadDim, kOptions,
-                          tuning::fa3_backward({kHeadDim, kHeadDim}, kOptions, kManyQueries)>;
-    return keep<Config>([&] {
+    using Kernel = Fa3Backward<Element, kHeadDim, kHeadDim, kOptions,
+                               tuning::fa3_backward({kHeadDim, kHeadDim}, kOptions, kManyQueries)>;
+    return keep<Kernel>([&] {
         auto params = backward_params(call, kHeadDim, changes_scores(kOptions));
-        params.schedule = schedule_of(params, params.seqlen_k, Config::kBlockKV, params.heads_k);
-        return launch_fa3_backward<Config>(params, {.sms = kSms}, nullptr);
+        params.schedule = schedule_of(params, params.seqlen_k, Kernel::kBlockKV, params.heads_k);
+        return launch_fa3_backward<Kernel>(params, {.sms = kSms}, nullptr);
     });
 }
 
@@ -204,54 +201,54 @@ template <int kHeadDim>
 constexpr tuning::Fa3BackwardWide kWide = tuning::fa3_backward_wide({kHeadDim, kHeadDim});
 
 DSWorkspace ds_workspace(const BackwardParams& params) {
-    return {global, 0, params.heads_k * params.batch, DSWorkspaceTiles(params)};
+    return {global, 0, params.heads_k * params.batch, DSWorkspaceTiles(params, summary_of(params))};
 }
 
 template <int kHeadDim, bool kStoresDS>
 cudaError_t backward_dkdv(const Call& call) {
-    using Config = Fa3BackwardDKDVConfig<Element, kHeadDim, kHeadDim, tuning::kVarlen,
-                                         kWide<kHeadDim>.pool_pairs>;
-    return keep<Config>([&] {
+    using Kernel =
+        Fa3BackwardDKDV<Element, kHeadDim, kHeadDim, tuning::kVarlen, kWide<kHeadDim>.pool_pairs>;
+    return keep<Kernel>([&] {
         const auto params = backward_params(call, kHeadDim);
-        Schedule schedule = schedule_of(params, params.seqlen_k, Config::kBlockKV, params.heads_k);
+        Schedule schedule = schedule_of(params, params.seqlen_k, Kernel::kBlockKV, params.heads_k);
         DSWorkspace ds;
         if (kStoresDS) {
             ds = ds_workspace(params);
             schedule = {schedule.tiles, ds.heads, 1};
         }
-        return launch_fa3_backward_dkdv<Config>(params, ds, schedule, kSms, nullptr);
+        return launch_fa3_backward_pass<Kernel>(params, ds, schedule, kSms, nullptr);
     });
 }
 
 template <int kHeadDim>
 cudaError_t backward_dq(const Call& call) {
-    using Config = Fa3BackwardDQConfig<Element, kHeadDim, kHeadDim, tuning::kVarlen>;
-    return keep<Config>([&] {
+    using Kernel = Fa3BackwardDQ<Element, kHeadDim, kHeadDim, tuning::kVarlen>;
+    return keep<Kernel>([&] {
         const auto params = backward_params(call, kHeadDim);
-        return launch_fa3_backward_dq<Config>(
-            params, schedule_of(params, params.seqlen_q, Config::kBlockQ, params.heads_q), kSms,
+        return launch_fa3_backward_pass<Kernel>(
+            params, {}, schedule_of(params, params.seqlen_q, Kernel::kBlockQ, params.heads_q), kSms,
             nullptr);
     });
 }
 
 template <int kHeadDim>
 cudaError_t backward_dq_gemm(const Call& call) {
-    using Config = Fa3BackwardDQGemmConfig<Element, kHeadDim, kWide<kHeadDim>.dq_gemm_stages>;
-    return keep<Config>([&] {
+    using Kernel = Fa3BackwardDQGemm<Element, kHeadDim, kWide<kHeadDim>.dq_gemm_stages>;
+    return keep<Kernel>([&] {
         const auto params = backward_params(call, kHeadDim);
-        const int tiles = ceil_div(params.seqlen_q, Config::kBlockQ);
-        return launch_fa3_backward_dq_gemm<Config>(
+        const int tiles = ceil_div(params.seqlen_q, Kernel::kBlockQ);
+        return launch_fa3_backward_pass<Kernel>(
             params, ds_workspace(params), {tiles, params.heads_q * params.batch, 1}, kSms, nullptr);
     });
 }
 
 template <int kHeadDim>
 cudaError_t decode(const Call& call) {
-    using Config = Fa3DecodeConfig<Element, kHeadDim, kHeadDim,
-                                   tuning::fa3_decode({kHeadDim, kHeadDim}, kFewRows)>;
-    return keep<Config>([&] {
+    using Kernel =
+        Fa3Decode<Element, kHeadDim, kHeadDim, tuning::fa3_decode({kHeadDim, kHeadDim}, kFewRows)>;
+    return keep<Kernel>([&] {
         auto params = forward_params(call, ElementType::kBFloat16, kHeadDim, false);
-        params.schedule = schedule_of(params, params.seqlen_q, Config::kRows, params.heads_q);
+        params.schedule = schedule_of(params, params.seqlen_q, Kernel::kRows, params.heads_q);
         return fa3_decode<kHeadDim, kHeadDim>(params, {.tile = kFewRows}, nullptr);
     });
 }

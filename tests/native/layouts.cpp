@@ -184,7 +184,7 @@ auto load_tile_by_tma(int bytes, int rows, int cols, bool in_boxes, uint64_t add
         const TensorView view = view_of(address, strides);
         const auto [batch, head, begin, count] = head_rows;
         const TensorRows tensor =
-            tensor_rows<typename Tile::Element>(view, batch, head, begin, count);
+            KeyRows{batch, begin, count}.tensor_rows<typename Tile::Element>(view, head, row);
         CUtensorMap map;
         device::loads.clear();
         if (in_boxes) {
@@ -332,13 +332,13 @@ std::vector<uint8_t> transposed(const std::vector<uint8_t>& v) {
 template <int kHeadDim>
 std::vector<std::vector<int>> stored_ds() {
     constexpr auto kTuning = tuning::fa3_backward({kHeadDim, kHeadDim}, tuning::kVarlen, false);
-    using Config = Fa3BackwardConfig<Half, kHeadDim, kHeadDim, tuning::kVarlen, kTuning>;
-    using Tile = typename Config::DSTile;
-    constexpr int kBlockQ = Config::kBlockQ;
+    using Kernel = Fa3Backward<Half, kHeadDim, kHeadDim, tuning::kVarlen, kTuning>;
+    using Tile = typename Kernel::DSTile;
+    constexpr int kBlockQ = Kernel::kBlockQ;
     static const Fa3BackwardParams params{};
     for (int warp = 4; warp < 12; ++warp)
         device::run_warp(warp, [&](int) {
-            typename Fa3Backward<Config>::Operand rdS;
+            typename Kernel::Operand rdS;
             for (int k = 0; k < kBlockQ / 16; ++k)
                 for (int i = 0; i < 4; ++i) {
                     const int key = 16 * (warp - 4) + lane_row() + i % 2 * 8;
@@ -346,14 +346,14 @@ std::vector<std::vector<int>> stored_ds() {
                     const uint32_t number = kBlockQ * key + query;
                     rdS.v[k][i] = (number + 1) << 16 | number;
                 }
-            Fa3Backward<Config>(params).store_ds(rdS, 1);
+            Kernel(params).store_ds(rdS, 1);
         });
-    const char* stage = shared_storage<typename Config::SharedStorage>().ds[1];
-    std::vector<std::vector<int>> all(Config::kBlockKV);
-    for (int key = 0; key < Config::kBlockKV; ++key)
+    const char* stage = shared_storage<typename Kernel::SharedStorage>().ds[1];
+    std::vector<std::vector<int>> all(Kernel::kBlockKV);
+    for (int key = 0; key < Kernel::kBlockKV; ++key)
         for (int query = 0; query < kBlockQ; ++query) {
-            const int row = Config::kTuning.transpose_dq ? query : key;
-            const int col = Config::kTuning.transpose_dq ? key : query;
+            const int row = kTuning.transpose_dq ? query : key;
+            const int col = kTuning.transpose_dq ? key : query;
             uint16_t number;
             std::memcpy(&number, stage + Tile::offset(row, col / 8) + col % 8 * 2, 2);
             all[key].push_back(number);
@@ -374,6 +374,17 @@ PYBIND11_MODULE(flash_ext_layouts, m) {
         .def_readonly("swizzle", &Map::swizzle);
     m.def("chunks", &chunks);
     m.def("load_tile", &load_tile_by_tma);
+    // (address, valid rows) of the tile of 2-byte elements from key first_key on, and how far
+    // another one is.
+    m.def("key_tile", [](uint64_t address, Strides strides, std::array<int, 4> head_rows,
+                         int first_key, int other_key) {
+        const auto [batch, head, begin, count] = head_rows;
+        const TensorView view = view_of(address, strides);
+        const KeyRows keys{batch, begin, count};
+        const auto tile = keys.tile<uint16_t>(view, head, first_key, 0);
+        return std::tuple(reinterpret_cast<uint64_t>(tile.data), tile.rows,
+                          keys.step(view, first_key, other_key));
+    });
     m.def("descriptors", &descriptors);
     m.def("row_numbers", [](uint32_t address) { return RowNumbers<64>(address).at(0); });
     m.def("fragments", &fragments);

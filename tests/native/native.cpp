@@ -190,8 +190,34 @@ PYBIND11_MODULE(flash_ext_native, m) {
         .def("is_full", [](const BandMask& x, Pair queries, Pair keys) {
             return x.is_full(interval_of(queries), interval_of(keys));
         });
-    m.def("tiles_of", [](Pair positions, int block) {
-        return numbers_of(tiles_of(interval_of(positions), block));
+    // (most keys of a query, may first keys be hidden, last ones, does every query see all, is it a
+    // triangle?) of one dense sequence.
+    m.def("mask_summary", [](const BandMask& mask) {
+        AttentionParams params{};
+        params.batch = 1;
+        params.seqlen_q = mask.seqlen_q;
+        params.seqlen_k = mask.seqlen_k;
+        params.window_left = mask.window_left;
+        params.window_right = mask.window_right;
+        const MaskSummary x = summary_of(params);
+        return std::tuple(x.keys_seen, x.hides_earlier, x.hides_later, x.sees_all, x.is_triangle);
+    });
+    // Of tiles of `block` keys: the numbers of those that queries see, and the indices of those of
+    // which all see every key; of tiles of `block` queries: those that see keys, and that see all.
+    m.def("kv_tiles", [](const BandMask& mask, Pair queries, int block) {
+        return numbers_of(VisibleTiles::of_queries(mask, interval_of(queries), block));
+    });
+    m.def("full_kv_tiles", [](const BandMask& mask, Pair queries, int block) {
+        return pair_of(VisibleTiles::full_for(mask, interval_of(queries), block));
+    });
+    m.def("last_kv_tile", [](const BandMask& mask, Pair queries, int block) {
+        return VisibleTiles::last_seen_by(mask, interval_of(queries), block);
+    });
+    m.def("q_tiles", [](const BandMask& mask, Pair keys, int block) {
+        return numbers_of(VisibleTiles::of_keys<true>(mask, interval_of(keys), block));
+    });
+    m.def("full_q_tiles", [](const BandMask& mask, Pair keys, int block) {
+        return pair_of(VisibleTiles::seeing_all(mask, interval_of(keys), block));
     });
     // (sequence, tile, first row, rows, rows in use) of every tile of a head, batch by batch.
     m.def("row_tiles", [](int batch, int rows, const std::optional<std::vector<int>>& cu_seqlens,
@@ -242,7 +268,9 @@ PYBIND11_MODULE(flash_ext_native, m) {
         params.window_left = BandMask::kUnlimited;
         params.window_right = window_right;
         params.seqused_k = varlen ? &lengths : nullptr;
-        return forward_schedule(params, {heads, 128}, {128, 128}, 1, kH200, 1, true).tiles_at_once;
+        return forward_schedule(params, summary_of(params), {heads, 128}, {128, 128}, 1, kH200, 1,
+                                true)
+            .tiles_at_once;
     });
     m.def("make_schedule",
           [](int tiles, int heads, int batch, bool tiles_differ, int64_t bytes, int ctas_per_sm) {
@@ -330,7 +358,8 @@ PYBIND11_MODULE(flash_ext_native, m) {
         const HeadDims padded =
             tuning::find_row(tuning::kFa3Forward, {dims.first, dims.second})->head_dims;
         const int64_t smallest = tile_count(params, {heads, tuning::kForwardBlockQ});
-        const auto tile = fa3_forward_tile(padded, params, smallest <= kH200.sms, kH200);
+        const auto tile =
+            fa3_forward_tile(padded, params, summary_of(params), smallest <= kH200.sms, kH200);
         const tuning::Fa3Forward found = tuning::fa3_forward(padded, tuning::kVarlen, tile);
         return Pair{64 * found.consumers, found.block_kv};
     });
@@ -346,7 +375,7 @@ PYBIND11_MODULE(flash_ext_native, m) {
         params.head_dim = params.head_dim_v = 128;
         const tuning::Fa3DecodeShape shape = tuning::fa3_decode({128, 128}, kFewRows);
         const auto tile = group <= shape.rows ? kFewRows : kManyRows;
-        return decode_splits(params, int64_t{batch} * heads_k, tile,
+        return decode_splits(params, summary_of(params), int64_t{batch} * heads_k, tile,
                              tuning::fa3_decode({128, 128}, tile).ctas_per_sm, kH200);
     });
     m.attr("many_queries") = tuning::kManyQueries;
@@ -359,7 +388,7 @@ PYBIND11_MODULE(flash_ext_native, m) {
         params.seqlen_k = keys;
         params.window_left = left < 0 ? BandMask::kUnlimited : left;
         params.window_right = right < 0 ? BandMask::kUnlimited : right;
-        return num_splits(params, tiles, 1, at_once, 512);
+        return num_splits(params, summary_of(params), tiles, 1, at_once, 512);
     });
     // (pack_gqa_log2, tiles) at head dim 128 of a dense batch, or of `batch` packed sequences of
     // `queries` and `keys` in all.
@@ -377,7 +406,8 @@ PYBIND11_MODULE(flash_ext_native, m) {
               params.window_right = BandMask::kUnlimited;
               if (window >= 0) params.window_right = 0;
               if (varlen) params.cu_seqlens_q = params.cu_seqlens_k = &somewhere;
-              const QueryTiles tiles = query_tiles(params, tuning::kForwardBlockQ, true);
+              const QueryTiles tiles =
+                  query_tiles(params, summary_of(params), tuning::kForwardBlockQ, true);
               return std::make_pair(tiles.pack_gqa_log2, tile_count(params, tiles));
           });
     m.def("split_of", [](Pair all, int split, int splits) {

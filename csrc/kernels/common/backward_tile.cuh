@@ -28,6 +28,7 @@
 #include "kernels/common/varlen.cuh"
 #include "plan/tuning.h"
 #include "plan/workspace_rows.cuh"
+#include "problem/key_rows.cuh"
 #include "problem/mask.cuh"
 #include "problem/score.cuh"
 #include "problem/sequences.cuh"
@@ -244,20 +245,18 @@ struct BackwardTile {
 
     // The Q tiles that see the KV tile.
     __device__ __forceinline__ VisibleTiles q_tiles_seeing(int first_key) const {
-        Interval queries = mask.queries_of({first_key, first_key + Config::kBlockKV});
-        if (Config::kMayBeVarlen && first_key >= sequence.seqlen_k) queries.end = 0;  // not in use
-        return tiles_of(queries, Config::kBlockQ);
+        return VisibleTiles::of_keys<Config::kMayBeVarlen>(
+            mask, {first_key, first_key + Config::kBlockKV}, Config::kBlockQ);
     }
 
     __device__ __forceinline__ void load_kv(int first_key) const {
-        const int64_t row = sequence.k_begin + first_key;
-        const int rows = sequence.seqlen_k - first_key;
-        const auto gK = global_tile<const Element>(params.k, sequence.batch, row, head_k, rows,
-                                                   params.head_dim);
-        const auto gV = global_tile<const Element>(params.v, sequence.batch, row, head_k, rows,
-                                                   params.head_dim_v);
-        load_tile<KTile, Config::kThreads, kUnaligned>(k_tile(), gK, params.aligned);
-        load_tile<VTile, Config::kThreads, kUnaligned>(v_tile(), gV, params.aligned);
+        const KeyRows keys = key_rows(params, sequence);
+        load_tile<KTile, Config::kThreads, kUnaligned>(
+            k_tile(), keys.tile<Element>(params.k, head_k, first_key, params.head_dim),
+            params.aligned);
+        load_tile<VTile, Config::kThreads, kUnaligned>(
+            v_tile(), keys.tile<Element>(params.v, head_k, first_key, params.head_dim_v),
+            params.aligned);
     }
 
     // Addresses in shared memory; those of Q and dO are an iteration's. With a single stage they
@@ -298,8 +297,8 @@ struct BackwardTile {
         if constexpr (kGeneral)
             score_function(walk.head).apply(rP, first_key + warp_key, first_query);
         const auto is_full = [&] {
-            return mask.is_full(tile_interval(walk.q_tile(), Config::kBlockQ),
-                                {first_key, first_key + Config::kBlockKV});
+            return walk.q_tiles.is_full(walk.i, mask, tile_interval(walk.q_tile(), Config::kBlockQ),
+                                        {first_key, first_key + Config::kBlockKV});
         };
         const bool large_lse = params.large_lse.is_raised();  // read each time, to save registers
         // The order decides whether ptxas spills.

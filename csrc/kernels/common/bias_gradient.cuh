@@ -65,8 +65,8 @@ struct BiasGradient {
         const Interval own_kv_tiles = contributing(params.bias.sizes[3], kv_tile_own,
                                                    ceil_div(sequence.seqlen_k, Config::kBlockKV));
         for (int q_tile = q_tiles.begin; q_tile < q_tiles.end; ++q_tile) {
-            const VisibleTiles seen = tiles_of(
-                cta.mask.keys_of(tile_interval(q_tile, Config::kBlockQ)), Config::kBlockKV);
+            const VisibleTiles seen = VisibleTiles::of_queries(
+                cta.mask, tile_interval(q_tile, Config::kBlockQ), Config::kBlockKV);
             const VisibleTiles kv_tiles = seen.within(own_kv_tiles);
             for (int i = kv_tiles.begin; i < kv_tiles.end; ++i) {
                 const int first_key = kv_tiles.tile(i) * Config::kBlockKV;

@@ -16,6 +16,7 @@
 #include "kernels/common/varlen.cuh"
 #include "plan/tuning.h"
 #include "plan/workspace_rows.cuh"
+#include "problem/key_rows.cuh"
 #include "problem/mask.cuh"
 #include "problem/score.cuh"
 #include "problem/sequences.cuh"
@@ -65,9 +66,8 @@ __device__ __forceinline__ RegisterTile<16, 16> scores_of_rows(const BackwardPar
                                                                int first_query, int first_key) {
     const auto q = global_tile<const Element>(params.q, s.batch, s.q_begin + first_query, head,
                                               s.seqlen_q - first_query, params.head_dim);
-    const auto k =
-        global_tile<const Element>(params.k, s.batch, s.k_begin + first_key, key_head(params, head),
-                                   s.seqlen_k - first_key, params.head_dim);
+    const auto k = key_rows(params, s).tile<Element>(params.k, key_head(params, head), first_key,
+                                                     params.head_dim);
     RegisterTile<16, 16> rS;
     rS.clear();
 #pragma unroll 1
@@ -107,7 +107,7 @@ __device__ __forceinline__ void split_large_lse_of_rows(const BackwardParams& pa
         mask_scores(rS, key, [&](int row) { return mask.key_range(first_query + row); });
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const float new_max = fmaxf(max[i], row_maximum(rS, 0, i));
+            const float new_max = fmaxf(max[i], rS.row_max(0, i));
             const float reference = finite_max(new_max);
             sum[i] *= ptx::ex2((max[i] - reference) * scale);
             max[i] = new_max;

@@ -70,7 +70,7 @@ struct OptimisticSoftmax : OnlineSoftmax<16> {
         rescaling.needed = true;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            rescaling.factor[i] = raise_max(row_maximum(s, 0, i), 0, i, scale);
+            rescaling.factor[i] = raise_max(s.row_max(0, i), 0, i, scale);
             subtracted[i] = subtrahend(row_max[0][i]);
             center_large(s, 0, i, row_max[0][i], scale);
         }

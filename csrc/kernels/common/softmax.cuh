@@ -21,17 +21,6 @@ __device__ __forceinline__ float log_sum_exp(float max, float sum) {
     return sum == 0.f ? -INFINITY : max * kLn2 + log2f(sum) * kLn2;
 }
 
-// Reductions over the four lanes that hold a row.
-__device__ __forceinline__ float quad_max(float x) {
-    x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
-    return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
-}
-
-__device__ __forceinline__ float quad_sum(float x) {
-    x += __shfl_xor_sync(0xffffffff, x, 1);
-    return x + __shfl_xor_sync(0xffffffff, x, 2);
-}
-
 // Reductions over all lanes.
 __device__ __forceinline__ float warp_max(float x) {
 #pragma unroll
@@ -96,16 +85,6 @@ __device__ __forceinline__ void center_large(Scores& s, int m, int i, float max,
         }
 }
 
-// The maximum of row 16 m + lane_row() + 8 i of a tile of scores.
-template <class Scores>
-__device__ __forceinline__ float row_maximum(const Scores& s, int m, int i) {
-    float x = fmaxf(s.v[m][0][2 * i], s.v[m][0][2 * i + 1]);
-#pragma unroll
-    for (int n = 1; n < Scores::kN; ++n)
-        x = fmaxf(x, fmaxf(s.v[m][n][2 * i], s.v[m][n][2 * i + 1]));
-    return quad_max(x);
-}
-
 template <int kRows>
 struct OnlineSoftmax {
     static constexpr int kM = kRows / 16;
@@ -159,7 +138,7 @@ struct OnlineSoftmax {
         for (int m = 0; m < kM; ++m)
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                tile_max[m][i] = row_maximum(s, m, i);
+                tile_max[m][i] = s.row_max(m, i);
                 subtracted[m][i] = stale_subtrahend(row_max[m][i]);
                 rescale |= !(tile_max[m][i] * scale - subtracted[m][i] <= kRescaleThreshold);
             }

@@ -38,6 +38,7 @@
 #include "kernels/common/varlen.cuh"
 #include "plan/tuning.h"
 #include "plan/workspace_rows.cuh"
+#include "problem/key_rows.cuh"
 #include "problem/mask.cuh"
 #include "problem/score.cuh"
 #include "problem/sequences.cuh"
@@ -156,14 +157,11 @@ struct Fa1Forward {
     __device__ __forceinline__ void load_kv(int kv_tile) const {
         const int first_key = kv_tile * Config::kBlockKV;
         const int head_k = key_head(params, head);
-        const int64_t row = sequence.k_begin + first_key;
-        const int rows = sequence.seqlen_k - first_key;
-        const auto gK = global_tile<const Element>(params.k, sequence.batch, row, head_k, rows,
-                                                   params.head_dim);
-        const auto gV = global_tile<const Element>(params.v, sequence.batch, row, head_k, rows,
-                                                   params.head_dim_v);
-        load_tile<KTile, Config::kThreads, kUnaligned>(sK, gK, params.aligned);
-        load_tile<VTile, Config::kThreads, kUnaligned>(sV, gV, params.aligned);
+        const KeyRows keys = key_rows(params, sequence);
+        load_tile<KTile, Config::kThreads, kUnaligned>(
+            sK, keys.tile<Element>(params.k, head_k, first_key, params.head_dim), params.aligned);
+        load_tile<VTile, Config::kThreads, kUnaligned>(
+            sV, keys.tile<Element>(params.v, head_k, first_key, params.head_dim_v), params.aligned);
     }
 
     __device__ __forceinline__ void load_q(int q_tile) const {
@@ -199,7 +197,7 @@ struct Fa1Forward {
     // m_i and l_i. At the first visit of a Q tile they were not fetched.
     __device__ __forceinline__ void read_statistics(bool first_visit, RowValues& row_max,
                                                     RowValues& row_sum) const {
-        for_each_row([&](int m, int i, int row) {
+        for_each_row<Scores::kRows>([&](int m, int i, int row) {
             row_max.v[m][i] = first_visit ? first_max : old_statistics().row_max[row];
             row_sum.v[m][i] = first_visit ? first_sum() : old_statistics().row_sum[row];
         });
@@ -216,7 +214,9 @@ struct Fa1Forward {
     }
 
     // The warp's scores, masked; its row maxima go to shared memory.
-    __device__ __forceinline__ void compute_scores(Scores& rS, int q_tile, int kv_tile) const {
+    __device__ __forceinline__ void compute_scores(Scores& rS, const VisibleTiles& q_tiles, int i,
+                                                   int kv_tile) const {
+        const int q_tile = q_tiles.tile(i);
         const int first_query = q_tile * Config::kBlockQ;
         const int warp_key = warp * Config::kKeysPerWarp;
         rS.clear();
@@ -225,17 +225,13 @@ struct Fa1Forward {
         if constexpr (kGeneral)
             ScoreFunction<Element, Rows::kQueries, Config::kOptions>{params, sequence, head}.apply(
                 rS, first_query, kv_tile * Config::kBlockKV + warp_key);
-        if (!mask.is_full(tile_interval(q_tile, Config::kBlockQ),
-                          tile_interval(kv_tile, Config::kBlockKV))) {
+        if (!q_tiles.is_full(i, mask, tile_interval(q_tile, Config::kBlockQ),
+                             tile_interval(kv_tile, Config::kBlockKV))) {
             mask_scores(rS, kv_tile * Config::kBlockKV + warp_key,
                         [&](int row) { return mask.key_range(first_query + row); });
         }
-        for_each_row([&](int m, int i, int row) {
-            float x = -INFINITY;
-#pragma unroll
-            for (int n = 0; n < Scores::kN; ++n)
-                x = fmaxf(x, fmaxf(rS.v[m][n][2 * i], rS.v[m][n][2 * i + 1]));
-            x = quad_max(x);
+        for_each_row<Scores::kRows>([&](int m, int i, int row) {
+            const float x = rS.row_max(m, i);
             if (lane_col() == 0) storage.max[warp][row] = x;
         });
     }
@@ -243,13 +239,13 @@ struct Fa1Forward {
     // P from S with the maxima of all keys; its row sums go to shared memory.
     __device__ __forceinline__ void exponentiate(Scores& rS, Weights& rP, RowValues& tile_max,
                                                  int q_tile, int kv_tile) const {
-        for_each_row([&](int m, int i, int row) {
+        for_each_row<Scores::kRows>([&](int m, int i, int row) {
             float x = storage.max[0][row];
 #pragma unroll
             for (int w = 1; w < Config::kTeamWarps; ++w) x = fmaxf(x, storage.max[w][row]);
             tile_max.v[m][i] = round_up(x, score_scale());
         });
-        for_each_row([&](int m, int i, int row) {
+        for_each_row<Scores::kRows>([&](int m, int i, int row) {
             center_large(rS, m, i, tile_max.v[m][i], score_scale());
             const float max = subtrahend(tile_max.v[m][i]);
             float sum = 0.f;
@@ -352,7 +348,7 @@ struct Fa1Forward {
     // A chunk of the final output.
     __device__ __forceinline__ void store_out(const Owned& own, int q_tile, int chunk) const {
         const int first_col = chunk * Config::kExchangeCols + warp * Owned::kCols + lane_col();
-        for_each_row([&](int m, int i, int row) {
+        for_each_row<Scores::kRows>([&](int m, int i, int row) {
             const int query = q_tile * Config::kBlockQ + row;
             if (query >= sequence.seqlen_q) return;
             Element* target =
@@ -368,7 +364,7 @@ struct Fa1Forward {
     __device__ __forceinline__ void update_statistics(const RowValues& tile_max, RowValues& row_max,
                                                       RowValues& row_sum, RowValues& old_factor,
                                                       RowValues& new_factor) const {
-        for_each_row([&](int m, int i, int row) {
+        for_each_row<Scores::kRows>([&](int m, int i, int row) {
             float tile_sum = 0.f;
 #pragma unroll
             for (int w = 0; w < Config::kTeamWarps; ++w) tile_sum += storage.sum[w][row];
@@ -394,14 +390,14 @@ struct Fa1Forward {
         if (warp != 0 || lane_col() != 0) return;
         if (last_visit) {
             float* lse = params.lse + statistics_offset(params, sequence, head);
-            for_each_row([&](int m, int i, int row) {
+            for_each_row<Scores::kRows>([&](int m, int i, int row) {
                 const int query = q_tile * Config::kBlockQ + row;
                 if (query < sequence.seqlen_q)
                     lse[query] = log_sum_exp(row_max.v[m][i], row_sum.v[m][i]);
             });
         } else {
             float* statistics = statistics_global(q_tile);
-            for_each_row([&](int m, int i, int row) {
+            for_each_row<Scores::kRows>([&](int m, int i, int row) {
                 statistics[row] = row_max.v[m][i];
                 statistics[Config::kBlockQ + row] = row_sum.v[m][i];
             });
@@ -454,15 +450,6 @@ struct Fa1Forward {
             }
     }
 
-    // visit(m, i, row of the Q tile) for the rows that this lane holds elements of.
-    template <class Visit>
-    static __device__ __forceinline__ void for_each_row(Visit visit) {
-#pragma unroll
-        for (int m = 0; m < kM; ++m)
-#pragma unroll
-            for (int i = 0; i < 2; ++i) visit(m, i, 16 * m + lane_row() + 8 * i);
-    }
-
     // Columns col and col + 1 of a row of the output.
     __device__ __forceinline__ void store_pair(Element* row, int col, float x, float y) const {
         const uint32_t packed = pack<Element>(x, y, params.element_type);
@@ -486,12 +473,12 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     const int kv_tiles = ceil_div(cta.sequence.seqlen_k, Config::kBlockKV);
 
     for (int kv_tile = 0; kv_tile < kv_tiles; ++kv_tile) {
-        const VisibleTiles q_tiles = tiles_of(
-            cta.mask.queries_of(tile_interval(kv_tile, Config::kBlockKV)), Config::kBlockQ);
+        const VisibleTiles q_tiles = VisibleTiles::of_keys<false>(
+            cta.mask, tile_interval(kv_tile, Config::kBlockKV), Config::kBlockQ);
         // The KV tiles that a Q tile sees, which tells the first visit and the last.
         const auto seen_by = [&](int q_tile) {
-            return tiles_of(cta.mask.keys_of(tile_interval(q_tile, Config::kBlockQ)),
-                            Config::kBlockKV);
+            return VisibleTiles::of_queries(cta.mask, tile_interval(q_tile, Config::kBlockQ),
+                                            Config::kBlockKV);
         };
         if (q_tiles.empty()) continue;
         __syncthreads();  // all warps have left the previous KV tile; its O, m and l are written
@@ -524,7 +511,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
             typename Kernel::Scores rS;
             RowValues tile_max, row_max, row_sum, old_factor, new_factor;
             cta.read_statistics(first_visit, row_max, row_sum);
-            cta.compute_scores(rS, q_tile, kv_tile);
+            cta.compute_scores(rS, q_tiles, i, kv_tile);
             cta.team_barrier();  // the maxima of all keys are complete; Q, m and l have been read
             if (next < q_tiles.end) cta.load_q(q_tiles.tile(next));
             if (next_has_old) cta.load_statistics(q_tiles.tile(next));

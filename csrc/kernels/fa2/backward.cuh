@@ -43,8 +43,9 @@ struct DQSemaphore {
 
     // How many KV tiles see the Q tile and come before this CTA's.
     __device__ __forceinline__ int mine() const {
-        const Interval keys = cta.mask.keys_of(tile_interval(q_tile, Config::kBlockQ));
-        return tiles_of<false>(keys, Config::kBlockKV).count_before(kv_tile);
+        return VisibleTiles::of_queries<false>(cta.mask, tile_interval(q_tile, Config::kBlockQ),
+                                               Config::kBlockKV)
+            .count_before(kv_tile);
     }
 
     __device__ __forceinline__ void wait() const {

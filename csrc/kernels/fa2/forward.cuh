@@ -36,6 +36,7 @@
 #include "kernels/common/tile_coord.cuh"
 #include "kernels/common/varlen.cuh"
 #include "plan/tuning.h"
+#include "problem/key_rows.cuh"
 #include "problem/mask.cuh"
 #include "problem/score.cuh"
 #include "problem/sequences.cuh"
@@ -165,8 +166,8 @@ struct Fa2Forward {
 
     // The KV tiles that the CTA takes.
     __device__ __forceinline__ VisibleTiles kv_tiles() const {
-        const VisibleTiles seen =
-            tiles_of(mask.keys_of({first_query, first_query + Config::kBlockQ}), Config::kBlockKV);
+        const VisibleTiles seen = VisibleTiles::of_queries(
+            mask, {first_query, first_query + Config::kBlockQ}, Config::kBlockKV);
         return has_splits(params) ? split_of(seen, split(), params.num_splits) : seen;
     }
 
@@ -179,32 +180,36 @@ struct Fa2Forward {
 
     // From here on, each load_k or load_v loads the tile of the index before the last one.
     __device__ __forceinline__ void start_kv(int kv_tile) {
-        const int64_t row = int64_t{sequence.k_begin} + kv_tile * Config::kBlockKV;
-        const auto tile = [&](const TensorView& view) {
-            return global_tile<const Element>(view, sequence.batch, row, head_k(), 0, 0);
-        };
-        k_cursor.start(tile(params.k));
-        v_cursor.start(tile(params.v));
+        const KeyRows keys = key_rows(params, sequence);
+        const int first_key = kv_tile * Config::kBlockKV;
+        k_cursor.start(keys.tile<Element>(params.k, head_k(), first_key, 0));
+        v_cursor.start(keys.tile<Element>(params.v, head_k(), first_key, 0));
     }
     // Into a stage of the pipeline; kAllRows as for TileCursor::load.
     template <bool kAllRows>
     __device__ __forceinline__ void load_k(const VisibleTiles& kv_tiles, int i, uint32_t stage) {
-        k_cursor.template load<kAllRows>(sK(stage), params.k.row_stride,
-                                         sequence.seqlen_k - kv_tiles.tile(i) * Config::kBlockKV,
-                                         params.head_dim, params.aligned, kv_tiles.distance(i));
+        load<kAllRows>(k_cursor, sK(stage), params.k, params.head_dim, kv_tiles, i);
     }
     template <bool kAllRows>
     __device__ __forceinline__ void load_v(const VisibleTiles& kv_tiles, int i, uint32_t stage) {
-        v_cursor.template load<kAllRows>(sV(stage), params.v.row_stride,
-                                         sequence.seqlen_k - kv_tiles.tile(i) * Config::kBlockKV,
-                                         params.head_dim_v, params.aligned, kv_tiles.distance(i));
+        load<kAllRows>(v_cursor, sV(stage), params.v, params.head_dim_v, kv_tiles, i);
+    }
+    template <bool kAllRows, class Cursor>
+    __device__ __forceinline__ void load(Cursor& cursor, uint32_t shared, const TensorView& view,
+                                         int cols, const VisibleTiles& kv_tiles, int i) const {
+        const KeyRows keys = key_rows(params, sequence);
+        const int first_key = kv_tiles.tile(i) * Config::kBlockKV;
+        const int next_key = first_key - kv_tiles.distance(i) * Config::kBlockKV;
+        cursor.template load<kAllRows>(shared, view.row_stride, keys.rows - first_key, cols,
+                                       params.aligned, keys.step(view, first_key, next_key));
     }
     __device__ __forceinline__ void commit(uint32_t stage) const {
         pipeline.producer_commit(stage, !kUnaligned || params.aligned);
     }
 
     // S = Q K^T, masked.
-    __device__ __forceinline__ void score(Scores& rS, const QOperand& q, int kv_tile,
+    __device__ __forceinline__ void score(Scores& rS, const QOperand& q,
+                                          const VisibleTiles& kv_tiles, int i,
                                           uint32_t stage) const {
         rS.clear();
         gemm<Element, Config::kHeadDim>(rS, q, BFromRows<KTile>(sK(stage)), params.element_type);
@@ -212,12 +217,12 @@ struct Fa2Forward {
 
         const Fa2Forward cta = in_loop();
         const Interval queries{cta.first_query, cta.first_query + Config::kBlockQ};
-        const Interval keys = tile_interval(kv_tile, Config::kBlockKV);
+        const Interval keys = tile_interval(kv_tiles.tile(i), Config::kBlockKV);
         const int first_row = cta.first_query + warp_row;
         if constexpr (kGeneral)
             ScoreFunction<Element, Rows::kQueries, Config::kOptions>{params, cta.sequence, cta.head}
                 .apply(rS, first_row, keys.begin);
-        if (!cta.mask.is_full(queries, keys)) {
+        if (!kv_tiles.is_full(i, cta.mask, queries, keys)) {
             mask_scores(rS, keys.begin,
                         [&](int row) { return cta.mask.key_range(first_row + row); });
         }
@@ -360,10 +365,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
 
     uint32_t stage = 0;  // has K of the iteration; the next one has V
     for (int i = last; i >= kv_tiles.begin; --i, ++stage) {
-        const int kv_tile = kv_tiles.tile(i);
         typename Kernel::Scores rS;
-        cta.score(rS, q, kv_tile, stage);
-        cta.exponentiate(rS, rO, softmax, kv_tile);
+        cta.score(rS, q, kv_tiles, i, stage);
+        cta.exponentiate(rS, rO, softmax, kv_tiles.tile(i));
         cta.pipeline.consumer_wait(stage + 1);
         cta.accumulate(rO, rS, stage + 1);
         if (i > kv_tiles.begin) {

@@ -72,50 +72,47 @@
 
 namespace flash_ext {
 
-template <class Config_>
-struct Fa3Backward : Fa3BackwardProducers<Config_> {
-    using Config = Config_;
-    using Base = Fa3BackwardProducers<Config>;
-    using Base::elected, Base::group, Base::params, Base::storage, Base::work_tiles,
-        Base::q_pipeline, Base::do_pipeline, Base::k_pipeline, Base::v_pipeline, Base::dq_pipeline,
-        Base::ds_barrier, Base::first_head;
-    using typename Base::Element, typename Base::QTile, typename Base::DOTile, typename Base::KTile,
-        typename Base::VTile, typename Base::QPipeline, typename Base::DOPipeline,
-        typename Base::DQPipeline, typename Base::WorkTileState;
-    using DSTile = typename Config::DSTile;
-    using DQTile = typename Config::DQTile;
-    using Scores = RegisterTile<16, Config::kBlockQ>;
-    using Operand = RegisterOperand<Config::kBlockQ>;
-    using GradientK = RegisterTile<16, Config::kHeadDim>;
-    using GradientV = RegisterTile<16, Config::kHeadDimV>;
+template <class Element, int kHeadDim, int kHeadDimV, OptionSet kOptions,
+          tuning::Fa3Backward kTuning>
+struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions, kTuning> {
+    using Base = typename Fa3Backward::Fa3BackwardProducers;
+    using Base::kBlockQ, Base::kBlockKV, Base::kConsumers, Base::elected, Base::params,
+        Base::storage, Base::work_tiles, Base::q_pipeline, Base::do_pipeline, Base::k_pipeline,
+        Base::v_pipeline, Base::dq_pipeline, Base::ds_barrier;
+    using typename Base::QTile, typename Base::DOTile, typename Base::KTile, typename Base::VTile,
+        typename Base::DSTile, typename Base::DQTile, typename Base::QPipeline,
+        typename Base::DOPipeline, typename Base::DQPipeline, typename Base::WorkTileState;
+    using Scores = RegisterTile<16, kBlockQ>;
+    using Operand = RegisterOperand<kBlockQ>;
+    using GradientK = RegisterTile<16, kHeadDim>;
+    using GradientV = RegisterTile<16, kHeadDimV>;
     using DQ = typename DQTile::Fragments;
-    using Statistics = RowNumbers<Config::kBlockQ>;
-    using Order = PingPong<Config::kConsumers, Config::kTuning.ping_pong()>;
+    using Statistics = RowNumbers<kBlockQ>;
+    using Order = PingPong<kConsumers, kTuning.ping_pong()>;
 
-    int consumer;  // index of this thread's warpgroup among the consumers
-    int warp_key;  // first row of this thread's warp within the KV tile
+    // The index of this thread's warpgroup among the consumers, and the first row of its warp
+    // within the KV tile.
+    int consumer = ptx::warp_uniform(threadIdx.x / 128) - 1;
+    int warp_key = (ptx::warp_uniform(threadIdx.x / 32) - 4) * 16;
 
-    __device__ __forceinline__ explicit Fa3Backward(const Fa3BackwardParams& p)
-        : Base(p),
-          consumer(ptx::warp_uniform(threadIdx.x / 128) - 1),
-          warp_key((ptx::warp_uniform(threadIdx.x / 32) - 4) * 16) {}
+    using Base::Base;
 
     __device__ __forceinline__ uint32_t ds_tile(uint32_t stage) const {
         return ptx::shared_address(storage.ds[stage]);
     }
     __device__ __forceinline__ void store_ds(const Operand& rdS, uint32_t stage) const {
         const uint32_t lane = threadIdx.x % 32;
-        if constexpr (Config::kTuning.transpose_dq) {
+        if constexpr (kTuning.transpose_dq) {
             const uint32_t address = ds_tile(stage) + DSTile::offset(lane / 16 * 8 + lane % 8,
                                                                      warp_key / 8 + lane / 8 % 2);
 #pragma unroll
-            for (int k = 0; k < Config::kBlockQ / 16; ++k)
+            for (int k = 0; k < kBlockQ / 16; ++k)
                 ptx::stmatrix_x4_trans(address + k * 16 * DSTile::kPitch, rdS.v[k]);
         } else {
             const uint32_t address =
                 ds_tile(stage) + DSTile::offset(warp_key + lane % 16, lane / 16);
 #pragma unroll
-            for (int k = 0; k < Config::kBlockQ / 16; ++k)
+            for (int k = 0; k < kBlockQ / 16; ++k)
                 ptx::stmatrix_x4((address ^ (k % DSTile::kBlocksPerAtom * 32)) +
                                      k / DSTile::kBlocksPerAtom * DSTile::kAtomBytes,
                                  rdS.v[k]);
@@ -147,7 +144,8 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
         typename DOPipeline::State d{}, d_done{};  // of dP; of dV
         typename DQPipeline::State dq{};
         uint32_t ds = 0, ds_phase = 0;  // the stage of dS that dQ reads
-        VisibleTiles q_tiles{}, full{};
+        VisibleTiles q_tiles{};
+        Interval full{};  // indices
         QTilePosition at{};
         int iterations = 0;       // left
         bool accumulate = false;  // have dV and dK a sum already?
@@ -165,29 +163,27 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
         MNMajor<DOTile> do_columns{cta.do_pipeline.stages};
         Statistics lse_rows{ptx::shared_address(cta.storage.lse)};  // if by_matmul
         Statistics delta_rows{ptx::shared_address(cta.storage.minus_delta)};
-        KMajorBy32Bits<DSTile> ds_rows{cta.ds_tile(0),
-                                       Config::kTuning.transpose_dq ? 0 : consumer * 64};
+        KMajorBy32Bits<DSTile> ds_rows{cta.ds_tile(0), kTuning.transpose_dq ? 0 : consumer * 64};
         MNMajor<DSTile> ds_columns{cta.ds_tile(0) + consumer * DSTile::kAtomBytes};
-        MNMajor<KTile> k_columns{cta.k_pipeline.stages +
-                                 (Config::kTuning.transpose_dq ? consumer : 0) *
-                                     (64 / KTile::kAtomCols) * KTile::kAtomBytes};
+        MNMajor<KTile> k_columns{cta.k_pipeline.stages + (kTuning.transpose_dq ? consumer : 0) *
+                                                             (64 / KTile::kAtomCols) *
+                                                             KTile::kAtomBytes};
     };
 
     // S^T = K Q^T
     __device__ __forceinline__ void issue_s(State& s, const Operands& x) const {
         q_pipeline.consumer_wait(s.q);
-        if constexpr (Config::kTuning.by_matmul())
+        if constexpr (kTuning.by_matmul())
             gemm_async<__nv_bfloat16, 16>(
                 s.rS, Ones{}, in_stage<Statistics::kBytes>(x.lse_rows, s.q.stage), false);
-        gemm_async<Element, Config::kHeadDim>(s.rS, x.k_rows,
-                                              in_stage<QTile::kBytes>(x.q_rows, s.q.stage),
-                                              Config::kTuning.by_matmul());
+        gemm_async<Element, kHeadDim>(s.rS, x.k_rows, in_stage<QTile::kBytes>(x.q_rows, s.q.stage),
+                                      kTuning.by_matmul());
     }
 
     // dP^T = V dO^T - delta
     __device__ __forceinline__ void issue_dp(State& s, const Operands& x) const {
         do_pipeline.consumer_wait(s.d);
-        if constexpr (Config::kTuning.by_matmul()) {
+        if constexpr (kTuning.by_matmul()) {
             gemm_async<__nv_bfloat16, 16>(
                 s.rdP, Ones{}, in_stage<Statistics::kBytes>(x.delta_rows, s.d.stage), false);
         } else {
@@ -196,21 +192,21 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
                 storage.minus_delta[s.d.stage],
                 [&](int m, int n, int i, float minus_delta) { dp.v[m][n][i] = minus_delta; });
         }
-        gemm_async<Element, Config::kHeadDimV>(
-            s.rdP, x.v_rows, in_stage<DOTile::kBytes>(x.do_rows, s.d.stage), true);
+        gemm_async<Element, kHeadDimV>(s.rdP, x.v_rows,
+                                       in_stage<DOTile::kBytes>(x.do_rows, s.d.stage), true);
     }
 
     // dV += P^T dO, dK += dS^T Q
     __device__ __forceinline__ void issue_dv_dk(State& s, const Operands& x) const {
-        gemm_async<Element, Config::kBlockQ>(
+        gemm_async<Element, kBlockQ>(
             s.rdV, s.rP, in_stage<DOTile::kBytes>(x.do_columns, s.d_done.stage), s.accumulate);
         const auto q_columns = in_stage<QTile::kBytes>(x.q_columns, s.q_done.stage);
-        if constexpr (Config::kTuning.hold_ds) {
-            gemm_async<Element, Config::kBlockQ>(s.rdK, s.rdS, q_columns, s.accumulate);
+        if constexpr (kTuning.hold_ds) {
+            gemm_async<Element, kBlockQ>(s.rdK, s.rdS, q_columns, s.accumulate);
         } else {
             ptx::barrier_sync(kDSStored + consumer, 128);  // its dS is complete
-            gemm_async<Element, Config::kBlockQ>(s.rdK, in_stage<DSTile::kBytes>(x.ds_rows, s.ds),
-                                                 q_columns, s.accumulate);
+            gemm_async<Element, kBlockQ>(s.rdK, in_stage<DSTile::kBytes>(x.ds_rows, s.ds),
+                                         q_columns, s.accumulate);
         }
     }
     __device__ __forceinline__ void finish_dv_dk(State& s) const {
@@ -223,19 +219,19 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
 
     // This consumer's half of dQ = dS K.
     __device__ __forceinline__ void issue_dq(State& s, const Operands& x) const {
-        if constexpr (Config::kTuning.transpose_dq) {
-            gemm_async<Element, Config::kBlockKV>(s.rdQ, x.k_columns,
-                                                  in_stage<DSTile::kBytes>(x.ds_rows, s.ds), false);
+        if constexpr (kTuning.transpose_dq) {
+            gemm_async<Element, kBlockKV>(s.rdQ, x.k_columns,
+                                          in_stage<DSTile::kBytes>(x.ds_rows, s.ds), false);
         } else {
-            gemm_async<Element, Config::kBlockKV>(
-                s.rdQ, in_stage<DSTile::kBytes>(x.ds_columns, s.ds), x.k_columns, false);
+            gemm_async<Element, kBlockKV>(s.rdQ, in_stage<DSTile::kBytes>(x.ds_columns, s.ds),
+                                          x.k_columns, false);
         }
     }
 
-    __device__ __forceinline__ WarpScores<Element, Rows::kKeys, Config::kOptions> warp_scores(
+    __device__ __forceinline__ WarpScores<Element, Rows::kKeys, kOptions> warp_scores(
         const KeyTile& tile, const QTilePosition& at, int col = 0) const {
         return {params, tile.sequence, at.head, tile.first_key + warp_key,
-                tile.q_tiles.tile(at.i) * Config::kBlockQ + col};
+                tile.q_tiles.tile(at.i) * kBlockQ + col};
     }
 
     // P^T = 2^(S^T scale - lse)
@@ -249,21 +245,20 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
     __device__ __forceinline__ void softmax_gradient(State& s, const KeyTile& tile) const {
         const auto& lse = storage.lse[s.q.stage];
         using Piece = RegisterTile<16, 8>;  // ptxas 13.0: wider ones serialize wgmma at d 64
-        const bool softcap =
-            contains(Config::kOptions, OptionSet::kSoftcap) && params.softcap != 0.f;
+        const bool softcap = contains(kOptions, OptionSet::kSoftcap) && params.softcap != 0.f;
 #pragma unroll
         for (int n = 0; n < Scores::kN; ++n) {
             const auto& p = reinterpret_cast<const Piece&>(s.rS.v[0][n]);
             auto& ds = reinterpret_cast<Piece&>(s.rdP.v[0][n]);
 #pragma unroll
             for (int i = 0; i < 4; ++i) ds.v[0][0][i] *= p.v[0][0][i];
-            if constexpr (contains(Config::kOptions, OptionSet::kSoftcap))
+            if constexpr (contains(kOptions, OptionSet::kSoftcap))
                 if (softcap)
                     warp_scores(tile, s.at, 8 * n).softcap_gradient(ds, p, [&](int col) -> float {
                         return lse[8 * n + col];
                     });
-            round_piece<Element>(s.rP, p, n);
-            round_piece<Element>(s.rdS, ds, n);
+            s.rP.template round_columns<Element>(p, 8 * n);
+            s.rdS.template round_columns<Element>(ds, 8 * n);
         }
     }
 
@@ -281,7 +276,7 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
     }
     // dQ of the iteration before, of which the first has none.
     __device__ __forceinline__ void store_late_dq(State& s) const {
-        if (Config::kTuning.late_dq()) store_dq(s, s.accumulate);
+        if (kTuning.late_dq()) store_dq(s, s.accumulate);
         commit_dq(s, s.accumulate);
     }
 
@@ -325,25 +320,25 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
         Order::wait(consumer);
         issue_s(s, x);
         issue_dv_dk(s, x);
-        if (Config::kTuning.late_fences()) store_late_dq(s);
+        if (kTuning.late_fences()) store_late_dq(s);
         s.accumulate = true;
         finish_dv_dk(s);
         warpgroup_fence(s.rS);
         issue_dp(s, x);
         Order::signal_next(consumer);
         probabilities(s, tile);
-        if (Config::kTuning.early_exponentials()) wait_ds(s);
+        if (kTuning.early_exponentials()) wait_ds(s);
         finish(s.rdP);
-        if (!Config::kTuning.early_exponentials()) wait_ds(s);
+        if (!kTuning.early_exponentials()) wait_ds(s);
         softmax_gradient(s, tile);
-        if (!Config::kTuning.late_fences()) store_ds(s.rdS, s.ds ^ 1);
+        if (!kTuning.late_fences()) store_ds(s.rdS, s.ds ^ 1);
         issue_dq(s, x);
-        if (Config::kTuning.late_fences()) store_ds(s.rdS, s.ds ^ 1);
+        if (kTuning.late_fences()) store_ds(s.rdS, s.ds ^ 1);
         finish(s.rdQ);
         next_ds(s);
         commit_ds(s);
-        if (!Config::kTuning.late_dq()) store_dq(s);
-        if (!Config::kTuning.late_fences()) commit_dq(s);
+        if (!kTuning.late_dq()) store_dq(s);
+        if (!kTuning.late_fences()) commit_dq(s);
     }
 
     // dV, dK and dQ of the last Q tile, and the results.
@@ -351,7 +346,7 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
                                                 const KeyTile& tile) const {
         v_pipeline.consumer_release(s.kv);
         issue_dv_dk(s, x);
-        if (Config::kTuning.late_fences()) store_late_dq(s);
+        if (kTuning.late_fences()) store_late_dq(s);
         wait_ds(s);
         issue_dq(s, x);
         finish_dv_dk(s);
@@ -375,9 +370,9 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
         v_pipeline.consumer_wait(s.kv);
         k_pipeline.consumer_release(s.kv);
         v_pipeline.consumer_release(s.kv);
-        store_zero_gradient<Config::kHeadDim>(
+        store_zero_gradient<kHeadDim>(
             params, gradient_rows<Element>(params.dk, tile, warp_key, params.head_dim));
-        store_zero_gradient<Config::kHeadDimV>(
+        store_zero_gradient<kHeadDimV>(
             params, gradient_rows<Element>(params.dv, tile, warp_key, params.head_dim_v));
     }
 
@@ -387,9 +382,9 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
         GradientK rdK;
         GradientV rdV;
         DQ own_rdQ;
-        DQ& rdQ = Config::kTuning.dq_registers == tuning::kOfS    ? reinterpret_cast<DQ&>(rS)
-                  : Config::kTuning.dq_registers == tuning::kOfDP ? reinterpret_cast<DQ&>(rdP)
-                                                                  : own_rdQ;
+        DQ& rdQ = kTuning.dq_registers == tuning::kOfS    ? reinterpret_cast<DQ&>(rS)
+                  : kTuning.dq_registers == tuning::kOfDP ? reinterpret_cast<DQ&>(rdP)
+                                                          : own_rdQ;
         State s{rS, rdP, rP, rdS, rdK, rdV, rdQ};
         // Ping-pong: a consumer starts its iteration after the other has started dP.
         if (consumer == 1) Order::signal_next(consumer);  // consumer 0 starts
@@ -405,9 +400,9 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
                 store_no_gradient(s, tile);
                 continue;
             }
-            s.full = full_q_tiles(params, tile, tile.first_key + consumer * 64, Config::kBlockQ);
-            s.at = {s.q_tiles.begin, ptx::warp_uniform(first_head(tile))};
-            s.iterations = s.q_tiles.count() * group();
+            s.full = full_q_tiles(params, tile, tile.first_key + consumer * 64, kBlockQ);
+            s.at = {s.q_tiles.begin, ptx::warp_uniform(this->first_head(tile))};
+            s.iterations = s.q_tiles.count() * this->group();
             first_iteration(s, x, tile);
             while (--s.iterations > 0) iterate(s, x, tile);
             finish_tile(s, x, tile);
@@ -415,17 +410,17 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
     }
 };
 
-template <class Config>
+template <class Kernel>
 cudaError_t launch_fa3_backward(const BackwardParams& call, const BackwardKernel& kernel,
                                 cudaStream_t stream) {
     Fa3BackwardParams params{{with_parts_as_heads(call)}, kernel.lead};
-    cudaError_t status = params.encode<Config>();
-    if (status == cudaSuccess) status = backward_preprocess(params, Config::kBlockQ, stream);
+    cudaError_t status = params.encode<Kernel>();
+    if (status == cudaSuccess) status = backward_preprocess(params, Kernel::kBlockQ, stream);
     if (status == cudaSuccess)
-        status = launch_fa3<Fa3Backward<Config>>(params, cta_count(params.schedule), kernel.sms,
-                                                 stream, {.pdl = true});
+        status = launch_fa3<Kernel>(params, cta_count(params.schedule), kernel.sms, stream,
+                                    {.pdl = true});
     if (status == cudaSuccess)
-        status = postprocess_dq<typename Config::DQTile>(params, stream, {.pdl = true});
+        status = postprocess_dq<typename Kernel::DQTile>(params, stream, {.pdl = true});
     return status;
 }
 
@@ -437,9 +432,9 @@ cudaError_t fa3_backward(const BackwardParams& params, const BackwardKernel& ker
         return dispatch<false, true>(kernel.many_queries, [&](auto many) {
             constexpr tuning::Fa3Backward kTuning =
                 tuning::fa3_backward({kHeadDim, kHeadDimV}, options.value, many);
-            using Config =
-                Fa3BackwardConfig<decltype(element), kHeadDim, kHeadDimV, options.value, kTuning>;
-            return launch_fa3_backward<Config>(params, kernel, stream);
+            using Kernel =
+                Fa3Backward<decltype(element), kHeadDim, kHeadDimV, options.value, kTuning>;
+            return launch_fa3_backward<Kernel>(params, kernel, stream);
         });
     });
 }

@@ -19,13 +19,13 @@ struct Fa3BackwardMaps : BackwardParams {
     CUtensorMap k_map;
     CUtensorMap v_map;
 
-    template <class Config>
+    template <class Kernel>
     cudaError_t encode() {
         for (cudaError_t status :
-             {encode_tensor_map<typename Config::QTile>(q_map, q, head_dim),
-              encode_tensor_map<typename Config::DOTile>(do_map, dout, head_dim_v),
-              encode_tensor_map<typename Config::KTile>(k_map, k, head_dim),
-              encode_tensor_map<typename Config::VTile>(v_map, v, head_dim_v)})
+             {encode_tensor_map<typename Kernel::QTile>(q_map, q, head_dim),
+              encode_tensor_map<typename Kernel::DOTile>(do_map, dout, head_dim_v),
+              encode_tensor_map<typename Kernel::KTile>(k_map, k, head_dim),
+              encode_tensor_map<typename Kernel::VTile>(v_map, v, head_dim_v)})
             if (status != cudaSuccess) return status;
         return cudaSuccess;
     }
@@ -44,18 +44,13 @@ struct QTilePosition {
     }
 };
 
-// The Q tiles of which every query sees all of the 64 keys from first_key on, so that scores need
-// neither mask nor reference. Queries past the end of the sequence do not count.
-__device__ __forceinline__ VisibleTiles full_q_tiles(const BackwardParams& params,
-                                                     const KeyTile& tile, int first_key,
-                                                     int block_q) {
+// The indices of the Q tiles that see all of the 64 keys from first_key on, so that scores need
+// neither mask nor reference.
+__device__ __forceinline__ Interval full_q_tiles(const BackwardParams& params, const KeyTile& tile,
+                                                 int first_key, int block_q) {
     if (tile.large_lse) return {0, 0};
-    const BandMask mask = mask_of(params, tile.sequence);
-    const Interval first = mask.query_range(first_key);
-    const Interval last = mask.query_range(first_key + 63);
-    const int end = min_of(first.end, last.end);
-    return {ceil_div(last.begin, block_q),
-            end == mask.seqlen_q ? ceil_div(end, block_q) : end / block_q};
+    return tile.q_tiles.seeing_all(mask_of(params, tile.sequence), {first_key, first_key + 64},
+                                   block_q);
 }
 
 // A warp's rows of dQ, from row `row` of the Q tile on.
@@ -73,16 +68,6 @@ template <int kPending = 0, class... Accumulators>
 __device__ __forceinline__ void finish(Accumulators&... accumulators) {
     ptx::wgmma_wait<kPending>();
     (warpgroup_fence(accumulators), ...);
-}
-
-// Columns 8 n to 8 n + 7 of an operand, from an accumulator.
-template <class Element, class Operand>
-__device__ __forceinline__ void round_piece(Operand& operand, const RegisterTile<16, 8>& piece,
-                                            int n) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-        operand.v[n / 2][n % 2 * 2 + i] =
-            ptx::pack<Element>(piece.v[0][0][2 * i], piece.v[0][0][2 * i + 1]);
 }
 
 // The scores of a warp's 16 rows and a tile of the other operand, from position first_row and

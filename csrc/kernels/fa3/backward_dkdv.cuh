@@ -99,23 +99,14 @@ struct DSWorkspace {
 };
 static_assert(DSTile<__half>::kBytes == DSWorkspaceTiles::kElements * sizeof(__half));
 
+// Of each of the kernels for wide heads.
 struct Fa3BackwardWideParams : Fa3BackwardMaps {
     DynamicPersistentScheduler scheduler;
-};
-
-struct Fa3BackwardStoringParams : Fa3BackwardWideParams {
     DSWorkspace ds_workspace;
 };
 
-template <class Element_, int kHeadDim_, int kHeadDimV_, OptionSet kOptions_, int kPairs_>
-struct Fa3BackwardDKDVConfig {
-    using Element = Element_;
-    using Params = Fa3BackwardStoringParams;
-    static constexpr OptionSet kOptions = kOptions_;
-    static constexpr int kHeadDim = kHeadDim_;
-    static constexpr int kHeadDimV = kHeadDimV_;
-    static constexpr int kPairs = kPairs_;
-    static constexpr int kThreads = 3 * 128;
+template <class Element, int kHeadDim, int kHeadDimV, OptionSet kOptions, int kPairs>
+struct Fa3BackwardDKDV : Fa3Cta<Fa3BackwardWideParams, KeyTile> {
     static constexpr int kBlockQ = tuning::kFa3BackwardWideBlock;
     static constexpr int kBlockKV = tuning::kFa3BackwardWideBlock;
     static constexpr int kProducerRegisters = 40;
@@ -129,7 +120,13 @@ struct Fa3BackwardDKDVConfig {
     using KPipeline = Pipeline<1, KTile::kBytes>;
     using VPipeline = Pipeline<1, VTile::kBytes>;
     using PPipeline = Pipeline<2, kBlockKV * kBlockQ * 4>;  // from consumer dV to consumer dK
-    using WorkTiles = WorkTilePipeline<KeyTile>;
+    using PState = typename PPipeline::State;
+    using IterationState = PoolState<kPairs>;
+    using Scores = RegisterTile<16, kBlockQ>;
+    using Operand = RegisterOperand<kBlockQ>;
+    using GradientK = RegisterTile<16, kHeadDim>;
+    using GradientV = RegisterTile<16, kHeadDimV>;
+    using Order = PingPong<kConsumers>;
 
     struct SharedStorage {
         typename KPipeline::Stages k;
@@ -141,47 +138,22 @@ struct Fa3BackwardDKDVConfig {
         typename KPipeline::Barriers k_barriers;
         typename VPipeline::Barriers v_barriers;
         typename PPipeline::Barriers p_barriers;
-        typename WorkTiles::Storage work_tiles;
+        WorkTiles::Storage work_tiles;
     };
-};
 
-template <class Config_>
-struct Fa3BackwardDKDV : Fa3Cta<Config_> {
-    using Config = Config_;
-    using Element = typename Config::Element;
-    using QTile = typename Config::QTile;
-    using DOTile = typename Config::DOTile;
-    using KTile = typename Config::KTile;
-    using VTile = typename Config::VTile;
-    using Pool = typename Config::Pool;
-    using KPipeline = typename Config::KPipeline;
-    using VPipeline = typename Config::VPipeline;
-    using PPipeline = typename Config::PPipeline;
-    using Scores = RegisterTile<16, Config::kBlockQ>;
-    using Operand = RegisterOperand<Config::kBlockQ>;
-    using GradientK = RegisterTile<16, Config::kHeadDim>;
-    using GradientV = RegisterTile<16, Config::kHeadDimV>;
-    using IterationState = PoolState<Config::kPairs>;
-    using PState = typename PPipeline::State;
-    using Order = PingPong<2>;
-    using Cta = Fa3Cta<Config>;
-    using Cta::end_work_tile, Cta::group, Cta::params, Cta::release_and_advance, Cta::storage,
-        Cta::work_tiles;
-    using typename Cta::WorkTileState;
+    static constexpr int kTileCount = 0;
+    static cudaError_t encode(Params& params) { return params.encode<Fa3BackwardDKDV>(); }
 
-    int warp_key;  // first row of this thread's warp within the KV tile
-    Pool pool;
-    KPipeline k_pipeline;
-    VPipeline v_pipeline;
-    PPipeline p_pipeline;
+    SharedStorage& storage = shared_storage<SharedStorage>();
+    // First row of this thread's warp within the KV tile.
+    int warp_key = ptx::warp_uniform(threadIdx.x / 32) % 4 * 16;
+    Pool pool{storage.pool, storage.pool_barriers};
+    KPipeline k_pipeline{storage.k, storage.k_barriers};
+    VPipeline v_pipeline{storage.v, storage.v_barriers};
+    PPipeline p_pipeline{storage.p, storage.p_barriers};
 
-    __device__ __forceinline__ explicit Fa3BackwardDKDV(const Fa3BackwardStoringParams& p)
-        : Cta(p),
-          warp_key(ptx::warp_uniform(threadIdx.x / 32) % 4 * 16),
-          pool(storage.pool, storage.pool_barriers),
-          k_pipeline(storage.k, storage.k_barriers),
-          v_pipeline(storage.v, storage.v_barriers),
-          p_pipeline(storage.p, storage.p_barriers) {}
+    __device__ __forceinline__ explicit Fa3BackwardDKDV(const Params& p)
+        : Fa3Cta(p, shared_storage<SharedStorage>().work_tiles) {}
 
     __device__ __forceinline__ void init() const {
         pool.init(2 * 128);  // all threads, since all read lse or delta
@@ -202,14 +174,14 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
 
     // Fetches the KV tiles.
     __device__ __forceinline__ void produce_tiles() const {
-        this->fetch_work_tiles([&](KeyTile& tile, int linear) {
+        fetch_work_tiles([&](KeyTile& tile, int linear) {
             WorkTile work = work_tile(linear, params.schedule);
             if (stores_ds()) {
                 const int flat_head = params.ds_workspace.first_head + work.head;
                 work.head = flat_head % params.heads_k;
                 work.batch = flat_head / params.heads_k;
             }
-            describe<Config>(tile, params, work);
+            describe<Fa3BackwardDKDV>(tile, params, work);
             tile.large_lse = params.large_lse.is_raised();
         });
     }
@@ -224,13 +196,13 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
             const Sequence& s = tile.sequence;
             for (int left = group() - 1; left >= 0; --left) {
                 const int head = (tile.head + 1) * group() - 1 - left;
-                const TensorRows q_rows = this->query_rows(params.q, s, head);
-                const TensorRows do_rows = this->query_rows(params.dout, s, head);
+                const TensorRows q_rows = query_rows<Element>(params.q, s, head);
+                const TensorRows do_rows = query_rows<Element>(params.dout, s, head);
                 const int64_t statistics = workspace_row(params, s, head, 0);
                 for (int i = tile.q_tiles.begin; i < tile.q_tiles.end; ++i) {
                     if (left == 0 && i == tile.q_tiles.end - 1) work_tiles.allow_fetch();
-                    const int row = tile.q_tiles.tile(i) * Config::kBlockQ;
-                    const int stored = stored_rows<Config::kBlockQ>(s, row);
+                    const int row = tile.q_tiles.tile(i) * kBlockQ;
+                    const int stored = stored_rows<kBlockQ>(s, row);
                     load<QTile>(at.q(), at.phase, params.q_map, q_rows, row, params.lse_log2,
                                 statistics, stored);
                     load<DOTile>(at.dout(), at.phase, params.do_map, do_rows, row,
@@ -247,9 +219,9 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
                                          const TensorRows& rows, int first_row, const float* source,
                                          int64_t workspace, int stored) const {
         load_tile<Tile>(pool, {stage, phase}, map, rows, first_row, [&] {
-            return RowStatisticsLoad<float, Config::kBlockQ>{storage.statistics[stage],
-                                                             source + workspace + first_row,
-                                                             source + params.padding_row, stored};
+            return RowStatisticsLoad<float, kBlockQ>{storage.statistics[stage],
+                                                     source + workspace + first_row,
+                                                     source + params.padding_row, stored};
         });
     }
 
@@ -258,12 +230,13 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
         typename VPipeline::State v;
         work_tiles.for_each([&](const KeyTile& tile) {
             if (tile.q_tiles.empty()) return;
-            const Sequence& s = tile.sequence;
-            const TensorRows k_rows = shared_key_rows<Element>(params, params.k, s, tile.head);
-            load_tile<KTile>(k_pipeline, k, params.k_map, k_rows, tile.first_key);
+            const auto rows = [&](const TensorView& view) {
+                return key_rows(params, tile.sequence)
+                    .template tensor_rows<Element>(view, tile.head / params.parts, tile.first_key);
+            };
+            load_tile<KTile>(k_pipeline, k, params.k_map, rows(params.k), tile.first_key);
             k.advance();
-            const TensorRows v_rows = shared_key_rows<Element>(params, params.v, s, tile.head);
-            load_tile<VTile>(v_pipeline, v, params.v_map, v_rows, tile.first_key);
+            load_tile<VTile>(v_pipeline, v, params.v_map, rows(params.v), tile.first_key);
             v.advance();
         });
     }
@@ -294,7 +267,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
         QTilePosition at{};
         int left = 0;             // iterations of the tile after this one
         bool accumulate = false;  // has the gradient a sum already?
-        VisibleTiles full{};      // consumer dV
+        Interval full{};          // consumer dV: indices
         char* ds = nullptr;       // consumer dK: the tile in the workspace
 
         static __device__ __forceinline__ uint32_t scores_stage(const IterationState& at) {
@@ -335,24 +308,24 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
     __device__ __forceinline__ void issue_scores(DV& s) const {
         const KMajor<KTile> k_rows(k_pipeline.stages);
         const KMajor<QTile> q_rows(tile_in(s.pool.q()));
-        gemm_async<Element, Config::kHeadDim>(s.scores, k_rows, q_rows, false);
+        gemm_async<Element, kHeadDim>(s.scores, k_rows, q_rows, false);
     }
     // dP^T = V dO^T
     __device__ __forceinline__ void issue_scores(DK& s) const {
         const KMajor<VTile> v_rows(v_pipeline.stages);
         const KMajor<DOTile> do_rows(tile_in(s.pool.dout()));
-        gemm_async<Element, Config::kHeadDimV>(s.scores, v_rows, do_rows, false);
+        gemm_async<Element, kHeadDimV>(s.scores, v_rows, do_rows, false);
     }
 
     // dV += P^T dO
     __device__ __forceinline__ void issue_gradient(DV& s, const IterationState& at) const {
         const MNMajor<DOTile> do_columns(tile_in(at.dout()));
-        gemm_async<Element, Config::kBlockQ>(s.gradient, s.operand, do_columns, s.accumulate);
+        gemm_async<Element, kBlockQ>(s.gradient, s.operand, do_columns, s.accumulate);
     }
     // dK += dS^T Q
     __device__ __forceinline__ void issue_gradient(DK& s, const IterationState& at) const {
         const MNMajor<QTile> q_columns(tile_in(at.q()));
-        gemm_async<Element, Config::kBlockQ>(s.gradient, s.operand, q_columns, s.accumulate);
+        gemm_async<Element, kBlockQ>(s.gradient, s.operand, q_columns, s.accumulate);
     }
 
     // The address of this thread's four elements of 8 columns of P^T. The thread of the same index
@@ -365,14 +338,14 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
     // lse, is a factor of P.
     __device__ __forceinline__ void compute_operand(DV& s) const {
         const KeyTile& tile = work_tiles[s.tile];
-        const WarpScores<Element, Rows::kKeys, Config::kOptions> scores{
-            params, tile.sequence, s.at.head, tile.first_key + warp_key,
-            s.q_tiles.tile(s.at.i) * Config::kBlockQ};
+        const WarpScores<Element, Rows::kKeys, kOptions> scores{params, tile.sequence, s.at.head,
+                                                                tile.first_key + warp_key,
+                                                                s.q_tiles.tile(s.at.i) * kBlockQ};
         const float* lse = storage.statistics[s.pool.q()];
         scores.probabilities(s.scores, lse, s.at.i < s.full.begin || s.at.i >= s.full.end,
                              tile.large_lse);
         Scores p = s.scores;
-        if (contains(Config::kOptions, OptionSet::kSoftcap) && params.softcap != 0.f)
+        if (contains(kOptions, OptionSet::kSoftcap) && params.softcap != 0.f)
             scores.softcap_gradient(p, s.scores, [&](int col) { return lse[col]; });
         p_pipeline.producer_acquire(s.p);
 #pragma unroll
@@ -391,9 +364,9 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
         for (int n = 0; n < Scores::kN; ++n) {
             RegisterTile<16, 8> p;
             ptx::ld_shared_v4(p.v[0][0], p_address(s.p, n));
-            auto& ds = reinterpret_cast<RegisterTile<16, 8>&>(s.scores.v[0][n]);
+            auto& ds = s.scores.template columns<8>(8 * n);
             softmax_gradient<Rows::kKeys>(ds, p, minus_delta + 8 * n);
-            round_piece<Element>(s.operand, ds, n);
+            s.operand.template round_columns<Element>(ds, 8 * n);
         }
         p_pipeline.consumer_release(s.p);
         s.p.advance();
@@ -413,7 +386,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
 #pragma unroll
         for (int i = 0; i < 2; ++i)
 #pragma unroll
-            for (int k = 0; k < Config::kBlockQ / 16; k += 2) {
+            for (int k = 0; k < kBlockQ / 16; k += 2) {
                 uint32_t pairs[4] = {rdS.v[k][i], rdS.v[k][2 + i], rdS.v[k + 1][i],
                                      rdS.v[k + 1][2 + i]};
                 exchange(pairs[0], pairs[1], 1);
@@ -437,13 +410,13 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
             s.at = {s.q_tiles.begin, ptx::warp_uniform(tile.head) * group()};
             s.left = s.q_tiles.count() * group() - 1;
             if (!s.q_tiles.empty()) return true;
-            store_zero_gradient<Config::kHeadDim>(params, gradient_tile(s));
+            store_zero_gradient<kHeadDim>(params, gradient_tile(s));
         }
     }
 
     __device__ __forceinline__ void begin_tile(DV& s) const {
         const KeyTile& tile = work_tiles[s.tile];
-        s.full = full_q_tiles(params, tile, tile.first_key, Config::kBlockQ);
+        s.full = full_q_tiles(params, tile, tile.first_key, kBlockQ);
     }
     // The same for each query head.
     __device__ __forceinline__ void begin_tile(DK& s) const {
@@ -451,7 +424,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
         const KeyTile& tile = work_tiles[s.tile];
         s.ds = params.ds_workspace.template tile<Element>(params, tile.sequence.batch, s.at.head,
                                                           s.q_tiles.tile(s.at.i),
-                                                          tile.first_key / Config::kBlockKV);
+                                                          tile.first_key / kBlockKV);
     }
 
     __device__ __forceinline__ void next_q_tile(DV& s) const { s.at.advance(s.q_tiles); }
@@ -524,18 +497,18 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
     }
 };
 
-template <class Config>
-cudaError_t launch_fa3_backward_dkdv(const BackwardParams& call, const DSWorkspace& ds_workspace,
+// One of the kernels for wide heads, with the tile_count_semaphore word kTileCount.
+template <class Kernel>
+cudaError_t launch_fa3_backward_pass(const BackwardParams& call, const DSWorkspace& ds_workspace,
                                      const Schedule& schedule, int sms, cudaStream_t stream) {
-    Fa3BackwardStoringParams params{call};
+    Fa3BackwardWideParams params{call};
     params.ds_workspace = ds_workspace;
-    params.scheduler = make_dynamic_scheduler(call.tile_count_semaphore);
+    params.scheduler = make_dynamic_scheduler(call.tile_count_semaphore + Kernel::kTileCount);
     params.schedule = schedule;
     if (cta_count(schedule) == 0) return cudaSuccess;
-    const cudaError_t status = params.encode<Config>();
+    const cudaError_t status = Kernel::encode(params);
     if (status != cudaSuccess) return status;
-    return launch_fa3<Fa3BackwardDKDV<Config>>(params, cta_count(schedule), sms, stream,
-                                               {.pdl = true});
+    return launch_fa3<Kernel>(params, cta_count(schedule), sms, stream, {.pdl = true});
 }
 
 }  // namespace flash_ext

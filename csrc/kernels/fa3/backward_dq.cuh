@@ -50,16 +50,9 @@
 
 namespace flash_ext {
 
-template <class Element_, int kHeadDim_, int kHeadDimV_, OptionSet kOptions_>
-struct Fa3BackwardDQConfig {
-    using Element = Element_;
-    using Params = Fa3BackwardWideParams;
-    static constexpr OptionSet kOptions = kOptions_;
-    static constexpr auto kTuning = tuning::fa3_backward_wide({kHeadDim_, kHeadDimV_});
-    static constexpr int kHeadDim = kHeadDim_;
-    static constexpr int kHeadDimV = kHeadDimV_;
-    static constexpr int kConsumers = 2;
-    static constexpr int kThreads = (kConsumers + 1) * 128;
+template <class Element, int kHeadDim, int kHeadDimV, OptionSet kOptions>
+struct Fa3BackwardDQ : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
+    static constexpr auto kTuning = tuning::fa3_backward_wide({kHeadDim, kHeadDimV});
     static constexpr int kBlockQ = kConsumers * 64;
     static_assert(kBlockQ == tuning::kFa3DQBlockQ);
     static constexpr int kBlockKV = 64;
@@ -67,78 +60,53 @@ struct Fa3BackwardDQConfig {
     static constexpr int kProducerRegisters = 24;
     static constexpr int kConsumerRegisters = 240;
 
-    // Of one consumer.
+    // Q and dO: of one consumer.
     using QTile = SharedTile<Element, 64, kHeadDim>;
     using DOTile = SharedTile<Element, 64, kHeadDimV>;
     using KTile = SharedTile<Element, kBlockKV, kHeadDim>;
     using VTile = SharedTile<Element, kBlockKV, kHeadDimV>;
-    using QPipeline = Pipeline<1, QTile::kBytes>;
-    using DOPipeline = Pipeline<1, DOTile::kBytes>;
+    using QPipeline = Pipeline<kConsumers, QTile::kBytes>;  // a stage for each consumer
+    using DOPipeline = Pipeline<kConsumers, DOTile::kBytes>;
     using KPipeline = Pipeline<kTuning.k_stages, KTile::kBytes>;
     using VPipeline = Pipeline<kTuning.v_stages, VTile::kBytes>;
-    using WorkTiles = WorkTilePipeline<QueryTile>;
+    using KState = typename KPipeline::State;
+    using VState = typename VPipeline::State;
     static_assert(kTuning.k_stages >= 2);  // of this iteration and the next
+    using Scores = RegisterTile<16, kBlockKV>;
+    using Operand = RegisterOperand<kBlockKV>;
+    using DQ = RegisterTile<16, kHeadDim>;
+    using Order = PingPong<kConsumers>;
 
     struct SharedStorage {
-        typename QPipeline::Stages q[kConsumers];
-        typename DOPipeline::Stages dout[kConsumers];
+        typename QPipeline::Stages q;
+        typename DOPipeline::Stages dout;
         typename KPipeline::Stages k;
         typename VPipeline::Stages v;
         float lse[kConsumers][64];
         float minus_delta[kConsumers][64];
-        typename QPipeline::Barriers q_barriers[kConsumers];
-        typename DOPipeline::Barriers do_barriers[kConsumers];
+        typename QPipeline::Barriers q_barriers;
+        typename DOPipeline::Barriers do_barriers;
         typename KPipeline::Barriers k_barriers;
         typename VPipeline::Barriers v_barriers;
-        typename WorkTiles::Storage work_tiles;
+        WorkTiles::Storage work_tiles;
     };
-};
 
-template <class Config_>
-struct Fa3BackwardDQ : Fa3Cta<Config_> {
-    using Config = Config_;
-    using Element = typename Config::Element;
-    using QTile = typename Config::QTile;
-    using DOTile = typename Config::DOTile;
-    using KTile = typename Config::KTile;
-    using VTile = typename Config::VTile;
-    using QPipeline = typename Config::QPipeline;
-    using DOPipeline = typename Config::DOPipeline;
-    using KPipeline = typename Config::KPipeline;
-    using VPipeline = typename Config::VPipeline;
-    using KState = typename KPipeline::State;
-    using VState = typename VPipeline::State;
-    using Scores = RegisterTile<16, Config::kBlockKV>;
-    using Operand = RegisterOperand<Config::kBlockKV>;
-    using DQ = RegisterTile<16, Config::kHeadDim>;
-    using Order = PingPong<Config::kConsumers>;
-    using Cta = Fa3Cta<Config>;
-    using Cta::end_work_tile, Cta::params, Cta::release, Cta::release_and_advance, Cta::storage,
-        Cta::work_tiles;
-    using typename Cta::WorkTileState;
+    static constexpr int kTileCount = 1;
+    static cudaError_t encode(Params& params) { return params.encode<Fa3BackwardDQ>(); }
 
-    KPipeline k_pipeline;
-    VPipeline v_pipeline;
+    SharedStorage& storage = shared_storage<SharedStorage>();
+    QPipeline q_pipeline{storage.q, storage.q_barriers};
+    DOPipeline do_pipeline{storage.dout, storage.do_barriers};
+    KPipeline k_pipeline{storage.k, storage.k_barriers};
+    VPipeline v_pipeline{storage.v, storage.v_barriers};
 
-    __device__ __forceinline__ explicit Fa3BackwardDQ(const Fa3BackwardWideParams& p)
-        : Cta(p),
-          k_pipeline(storage.k, storage.k_barriers),
-          v_pipeline(storage.v, storage.v_barriers) {}
-
-    // Of one consumer.
-    __device__ __forceinline__ QPipeline q_pipeline(int of) const {
-        return {storage.q[of], storage.q_barriers[of]};
-    }
-    __device__ __forceinline__ DOPipeline do_pipeline(int of) const {
-        return {storage.dout[of], storage.do_barriers[of]};
-    }
+    __device__ __forceinline__ explicit Fa3BackwardDQ(const Params& p)
+        : Fa3Cta(p, shared_storage<SharedStorage>().work_tiles) {}
 
     __device__ __forceinline__ void init() const {
-        constexpr int kReaders = Config::kConsumers * 4;
-        for (int i = 0; i < Config::kConsumers; ++i) {
-            q_pipeline(i).init(4);
-            do_pipeline(i).init(128);  // all threads, since all read lse and delta
-        }
+        constexpr int kReaders = kConsumers * 4;
+        q_pipeline.init(4);
+        do_pipeline.init(128);  // all threads, since all read lse and delta
         k_pipeline.init(kReaders);
         v_pipeline.init(kReaders);
         work_tiles.init(kReaders + 3);  // and the other producers
@@ -153,8 +121,8 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
 
     // Fetches the Q tiles.
     __device__ __forceinline__ void produce_tiles() const {
-        this->fetch_work_tiles([&](QueryTile& tile, int linear) {
-            describe<Config>(tile, params, work_tile(linear, params.schedule));
+        fetch_work_tiles([&](QueryTile& tile, int linear) {
+            describe<Fa3BackwardDQ>(tile, params, work_tile(linear, params.schedule));
             tile.large_lse = params.large_lse.is_raised();
             tile.row_group = row_group(params, tile.sequence, tile.head);
         });
@@ -163,15 +131,15 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
     __device__ __forceinline__ void produce_k() const {
         KState k;
         work_tiles.for_each([&](const QueryTile& tile) {
-            const Sequence& s = tile.sequence;
-            const TensorRows rows =
-                shared_key_rows<Element>(params, params.k, s, this->head_k(tile.head));
+            const KeyRows keys = key_rows(params, tile.sequence);
+            const int head = this->head_k(tile.head) / params.parts;
             const VisibleTiles kv = tile.kv_tiles;
             if (kv.empty()) work_tiles.allow_fetch();
             for (int i = kv.begin; i < kv.end; ++i) {
-                if (i == max_of(kv.begin, kv.end - 1 - Config::kFetchAhead))
-                    work_tiles.allow_fetch();
-                load_tile<KTile>(k_pipeline, k, params.k_map, rows, kv.tile(i) * Config::kBlockKV);
+                if (i == max_of(kv.begin, kv.end - 1 - kFetchAhead)) work_tiles.allow_fetch();
+                const int first_key = kv.tile(i) * kBlockKV;
+                load_tile<KTile>(k_pipeline, k, params.k_map,
+                                 keys.tensor_rows<Element>(params.k, head, first_key), first_key);
                 k.advance();
             }
         });
@@ -180,12 +148,13 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
     __device__ __forceinline__ void produce_v() const {
         VState v;
         work_tiles.for_each([&](const QueryTile& tile) {
-            const Sequence& s = tile.sequence;
-            const TensorRows rows =
-                shared_key_rows<Element>(params, params.v, s, this->head_k(tile.head));
-            for (int i = tile.kv_tiles.begin; i < tile.kv_tiles.end; ++i, v.advance())
-                load_tile<VTile>(v_pipeline, v, params.v_map, rows,
-                                 tile.kv_tiles.tile(i) * Config::kBlockKV);
+            const KeyRows keys = key_rows(params, tile.sequence);
+            const int head = this->head_k(tile.head) / params.parts;
+            for (int i = tile.kv_tiles.begin; i < tile.kv_tiles.end; ++i, v.advance()) {
+                const int first_key = tile.kv_tiles.tile(i) * kBlockKV;
+                load_tile<VTile>(v_pipeline, v, params.v_map,
+                                 keys.tensor_rows<Element>(params.v, head, first_key), first_key);
+            }
         });
     }
 
@@ -194,24 +163,24 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
         work_tiles.for_each([&](const QueryTile& tile) {
             if (tile.kv_tiles.empty()) return;
             const Sequence& s = tile.sequence;
-            for (int i = 0; i < Config::kConsumers; ++i)
-                load_tile<QTile>(q_pipeline(i), {0, phase}, params.q_map,
-                                 this->query_rows(params.q, s, tile.head),
+            for (uint32_t i = 0; i < kConsumers; ++i)
+                load_tile<QTile>(q_pipeline, {i, phase}, params.q_map,
+                                 query_rows<Element>(params.q, s, tile.head),
                                  tile.first_query + i * 64);
-            const TensorRows rows = this->query_rows(params.dout, s, tile.head);
+            const TensorRows rows = query_rows<Element>(params.dout, s, tile.head);
 #pragma unroll 1
-            for (int i = 0; i < Config::kConsumers; ++i) {
+            for (uint32_t i = 0; i < kConsumers; ++i) {
                 const int first_query = tile.first_query + i * 64;
-                const DOPipeline pipeline = do_pipeline(i);
-                const typename DOPipeline::State d{0, phase};
-                pipeline.producer_acquire(d);
-                pipeline.producer_expect(d, DOTile::kBytes + 2 * 64 * sizeof(float));
-                rows.load<DOTile>(params.do_map, pipeline.stage(d), pipeline.full(d), first_query);
+                const typename DOPipeline::State d{i, phase};
+                do_pipeline.producer_acquire(d);
+                do_pipeline.producer_expect(d, DOTile::kBytes + 2 * 64 * sizeof(float));
+                rows.load<DOTile>(params.do_map, do_pipeline.stage(d), do_pipeline.full(d),
+                                  first_query);
                 const auto load = [&](float (&target)[64], const float* source) {
                     RowStatisticsLoad<float, 64>{
                         target, source + int64_t{tile.row_group} * kWorkspaceRows + first_query,
                         source + params.padding_row, stored_rows<64>(s, first_query)}
-                        .load(pipeline.full(d));
+                        .load(do_pipeline.full(d));
                 };
                 load(storage.lse[i], params.lse_log2);
                 load(storage.minus_delta[i], params.minus_delta);
@@ -259,13 +228,18 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
         DQ& rdQ;
 
         WorkTileState tile{};
-        typename QPipeline::State q{};  // and of dO
-        KState k{};                     // of S
+        uint32_t q_phase = 0;  // of Q and dO
+        KState k{};            // of S
         VState v{};
         int i = 0;                // of the KV tile of S among the visible ones
         int last = 0;             // of the last one that this consumer's rows see
         bool accumulate = false;  // has dQ a sum already?
     };
+
+    // This consumer's Q and dO.
+    __device__ __forceinline__ PipelineState<kConsumers> own_stage(const State& s) const {
+        return {static_cast<uint32_t>(consumer()), s.q_phase};
+    }
 
     // Goes on to the next Q tile that has KV tiles. Tiles without any get zeros as dQ.
     __device__ __forceinline__ bool find_tile(State& s) const {
@@ -276,9 +250,8 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
             const VisibleTiles kv = warp_uniform(tile.kv_tiles);
             if (!kv.empty()) {
                 const int first_query = tile.first_query + consumer() * 64;
-                const VisibleTiles own = tiles_of(
-                    mask_of(params, tile.sequence).keys_of({first_query, first_query + 64}),
-                    Config::kBlockKV);
+                const VisibleTiles own = kv.seen_by(mask_of(params, tile.sequence),
+                                                    {first_query, first_query + 64}, kBlockKV);
                 // At least one, even if it is hidden.
                 s.i = ptx::warp_uniform(clamp(own.begin, kv.begin, kv.end - 1));
                 s.last = ptx::warp_uniform(clamp(own.end - 1, s.i, kv.end - 1));
@@ -290,12 +263,9 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
 
     // Prevents the compiler from moving the arithmetic of P past the next wait, where no matmul
     // would run beside it: a branch on P, never taken, since P is not negative.
-    static __device__ __forceinline__ void compute_here(const Scores& p) {
+    static __device__ __forceinline__ void compute_here(Scores& p) {
         uint32_t bits = 0;
-#pragma unroll
-        for (int n = 0; n < Scores::kN; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) bits |= __float_as_uint(p.v[0][n][i]);
+        p.for_each([&](float x, int, int) { bits |= __float_as_uint(x); });
         if (__any_sync(0xffffffff, static_cast<int>(bits) < 0)) [[unlikely]]
             __nanosleep(1);
     }
@@ -305,41 +275,41 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
 
     // S = Q K^T
     __device__ __forceinline__ void issue_s(State& s) const {
-        const KMajor<QTile> q_rows(q_pipeline(consumer()).stages);
+        const KMajor<QTile> q_rows(q_pipeline.stage(own_stage(s)));
         const KMajor<KTile> k_rows(k_pipeline.stage(s.k));
-        gemm_async<Element, Config::kHeadDim>(s.rS, q_rows, k_rows, false);
+        gemm_async<Element, kHeadDim>(s.rS, q_rows, k_rows, false);
     }
 
     // dP = dO V^T
     __device__ __forceinline__ void issue_dp(State& s) const {
         v_pipeline.consumer_wait(s.v);
-        const KMajor<DOTile> do_rows(do_pipeline(consumer()).stages);
+        const KMajor<DOTile> do_rows(do_pipeline.stage(own_stage(s)));
         const KMajor<VTile> v_rows(v_pipeline.stage(s.v));
-        gemm_async<Element, Config::kHeadDimV>(s.rdP, do_rows, v_rows, false);
+        gemm_async<Element, kHeadDimV>(s.rdP, do_rows, v_rows, false);
     }
 
     // dQ += dS K
     __device__ __forceinline__ void issue_dq(State& s, uint32_t k_stage) const {
         const MNMajor<KTile> k_columns(k_pipeline.stage({k_stage, 0}));
-        gemm_async<Element, Config::kBlockKV>(s.rdQ, s.rdS, k_columns, s.accumulate);
+        gemm_async<Element, kBlockKV>(s.rdQ, s.rdS, k_columns, s.accumulate);
     }
 
-    __device__ __forceinline__ WarpScores<Element, Rows::kQueries, Config::kOptions> warp_scores(
+    __device__ __forceinline__ WarpScores<Element, Rows::kQueries, kOptions> warp_scores(
         const State& s) const {
         const QueryTile& tile = work_tiles[s.tile];
         return {params, tile.sequence, tile.head, tile.first_query + warp_row(),
-                tile.kv_tiles.tile(s.i) * Config::kBlockKV};
+                tile.kv_tiles.tile(s.i) * kBlockKV};
     }
 
     // P = 2^(S scale - lse), while dP runs. lse has arrived with dO.
     __device__ __forceinline__ void probabilities(State& s) const {
         finish<1>(s.rS);
-        if (s.i == s.last) release(q_pipeline(consumer()), s.q);
+        if (s.i == s.last) release(q_pipeline, own_stage(s));
         const auto scores = warp_scores(s);
         const bool large_lse = work_tiles[s.tile].large_lse;
-        const bool full = mask_of(params, scores.sequence)
-                              .is_full({scores.first_row, scores.first_row + 16},
-                                       {scores.first_col, scores.first_col + Config::kBlockKV});
+        const bool full = VisibleTiles::is_full(s.i, mask_of(params, scores.sequence),
+                                                {scores.first_row, scores.first_row + 16},
+                                                {scores.first_col, scores.first_col + kBlockKV});
         scores.probabilities(s.rS, storage.lse[0] + warp_row(), large_lse || !full, large_lse);
         compute_here(s.rS);
     }
@@ -349,22 +319,22 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
         finish(s.rdP);
         release_and_advance(v_pipeline, s.v);
         softmax_gradient<Rows::kQueries>(s.rdP, s.rS, storage.minus_delta[0] + warp_row());
-        if (contains(Config::kOptions, OptionSet::kSoftcap) && params.softcap != 0.f)
+        if (contains(kOptions, OptionSet::kSoftcap) && params.softcap != 0.f)
             warp_scores(s).softcap_gradient(
                 s.rdP, s.rS, [&](int row) { return storage.lse[0][warp_row() + row]; });
         s.rdS.template round<Element>(s.rdP);
         if (s.i == s.last) {
-            do_pipeline(consumer()).consumer_release({0, s.q.phase});
-            s.q.advance();
+            do_pipeline.consumer_release(own_stage(s));
+            s.q_phase ^= 1;
         }
     }
 
     __device__ __forceinline__ void first_iteration(State& s) const {
-        q_pipeline(consumer()).consumer_wait(s.q);
+        q_pipeline.consumer_wait(own_stage(s));
         k_pipeline.consumer_wait(s.k);
         Order::wait(consumer());
         issue_s(s);
-        do_pipeline(consumer()).consumer_wait({0, s.q.phase});
+        do_pipeline.consumer_wait(own_stage(s));
         issue_dp(s);
         Order::signal_next(consumer());
         probabilities(s);
@@ -416,18 +386,5 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
         }
     }
 };
-
-template <class Config>
-cudaError_t launch_fa3_backward_dq(const BackwardParams& call, const Schedule& schedule, int sms,
-                                   cudaStream_t stream) {
-    Fa3BackwardWideParams params{call};
-    params.scheduler = make_dynamic_scheduler(call.tile_count_semaphore + 1);
-    params.schedule = schedule;
-    if (cta_count(schedule) == 0) return cudaSuccess;
-    const cudaError_t status = params.encode<Config>();
-    if (status != cudaSuccess) return status;
-    return launch_fa3<Fa3BackwardDQ<Config>>(params, cta_count(schedule), sms, stream,
-                                             {.pdl = true});
-}
 
 }  // namespace flash_ext

@@ -30,13 +30,8 @@
 
 namespace flash_ext {
 
-template <class Element_, int kHeadDim_, int kStages>
-struct Fa3BackwardDQGemmConfig {
-    using Element = Element_;
-    using Params = Fa3BackwardStoringParams;
-    static constexpr int kHeadDim = kHeadDim_;
-    static constexpr int kConsumers = 2;
-    static constexpr int kThreads = (kConsumers + 1) * 128;
+template <class Element, int kHeadDim, int kStages>
+struct Fa3BackwardDQGemm : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
     static constexpr int kBlockQ = kConsumers * 64;
     static_assert(kBlockQ == tuning::kFa3DQBlockQ);
     static constexpr int kBlockKV = 64;
@@ -51,36 +46,29 @@ struct Fa3BackwardDQGemmConfig {
         char ds[kConsumers][DSTile::kBytes];
     };
     using StagePipeline = Pipeline<kStages, sizeof(Stage)>;
-    using WorkTiles = WorkTilePipeline<QueryTile>;
+    using State = typename StagePipeline::State;
+    using DQ = RegisterTile<16, kHeadDim>;
 
     struct SharedStorage {
         typename StagePipeline::Stages stages;
         typename StagePipeline::Barriers barriers;
-        typename WorkTiles::Storage work_tiles;
+        WorkTiles::Storage work_tiles;
     };
-};
 
-template <class Config_>
-struct Fa3BackwardDQGemm : Fa3Cta<Config_> {
-    using Config = Config_;
-    using Element = typename Config::Element;
-    using KTile = typename Config::KTile;
-    using DSTile = typename Config::DSTile;
-    using StagePipeline = typename Config::StagePipeline;
-    using State = typename StagePipeline::State;
-    using DQ = RegisterTile<16, Config::kHeadDim>;
-    using Cta = Fa3Cta<Config>;
-    using Cta::group, Cta::params, Cta::release, Cta::storage, Cta::work_tiles;
-    using typename Cta::WorkTileState;
+    static constexpr int kTileCount = 1;
+    static cudaError_t encode(Params& params) {
+        return encode_tensor_map<KTile>(params.k_map, params.k, params.head_dim);
+    }
 
-    StagePipeline pipeline;
+    SharedStorage& storage = shared_storage<SharedStorage>();
+    StagePipeline pipeline{storage.stages, storage.barriers};
 
-    __device__ __forceinline__ explicit Fa3BackwardDQGemm(const Fa3BackwardStoringParams& p)
-        : Cta(p), pipeline(storage.stages, storage.barriers) {}
+    __device__ __forceinline__ explicit Fa3BackwardDQGemm(const Params& p)
+        : Fa3Cta(p, shared_storage<SharedStorage>().work_tiles) {}
 
     __device__ __forceinline__ void init() const {
-        pipeline.init(Config::kConsumers * 4);
-        work_tiles.init(Config::kConsumers * 4 + 1);  // and the producer of stages
+        pipeline.init(kConsumers * 4);
+        work_tiles.init(kConsumers * 4 + 1);  // and the producer of stages
     }
 
     __device__ __forceinline__ void begin() const {
@@ -91,12 +79,12 @@ struct Fa3BackwardDQGemm : Fa3Cta<Config_> {
     // --- Producer ---
 
     __device__ __forceinline__ void produce_tiles() const {
-        this->fetch_work_tiles([&](QueryTile& tile, int linear) {
+        fetch_work_tiles([&](QueryTile& tile, int linear) {
             WorkTile work = work_tile(linear, params.schedule);
             const int flat_head = params.ds_workspace.first_head * group() + work.head;
             work.head = flat_head % params.heads_q;
             work.batch = flat_head / params.heads_q;
-            describe<Config>(tile, params, work);
+            describe<Fa3BackwardDQGemm>(tile, params, work);
         });
     }
 
@@ -104,8 +92,8 @@ struct Fa3BackwardDQGemm : Fa3Cta<Config_> {
         State c;
         work_tiles.for_each([&](const QueryTile& tile) {
             const Sequence& s = tile.sequence;
-            const TensorRows rows =
-                shared_key_rows<Element>(params, params.k, s, tile.head / group());
+            const KeyRows keys = key_rows(params, s);
+            const int head = this->head_k(tile.head) / params.parts;
             const VisibleTiles own[2] = {kv_tiles_of(tile, 0), kv_tiles_of(tile, 1)};
             const auto ds = [&](int of, int kv_tile) {
                 return params.ds_workspace.template tile<Element>(
@@ -114,7 +102,7 @@ struct Fa3BackwardDQGemm : Fa3Cta<Config_> {
             const VisibleTiles kv = tile.kv_tiles;
             if (kv.empty()) work_tiles.allow_fetch();
             for (int i = kv.begin; i < kv.end; ++i) {
-                if (i == max_of(kv.begin, kv.end - Config::kFetchAhead)) work_tiles.allow_fetch();
+                if (i == max_of(kv.begin, kv.end - kFetchAhead)) work_tiles.allow_fetch();
                 pipeline.producer_acquire(c);
                 int bytes = KTile::kBytes;
 #pragma unroll
@@ -126,8 +114,10 @@ struct Fa3BackwardDQGemm : Fa3Cta<Config_> {
                     if (i >= own[j].begin && i < own[j].end)
                         ptx::bulk_load(ds_tile(c, j), ds(j, kv.tile(i)), DSTile::kBytes,
                                        pipeline.full(c));
-                rows.load<KTile>(params.k_map, pipeline.stage(c), pipeline.full(c),
-                                 kv.tile(i) * Config::kBlockKV);
+                const int first_key = kv.tile(i) * kBlockKV;
+                keys.tensor_rows<Element>(params.k, head, first_key)
+                    .template load<KTile>(params.k_map, pipeline.stage(c), pipeline.full(c),
+                                          first_key);
                 c.advance();
             }
         });
@@ -144,8 +134,8 @@ struct Fa3BackwardDQGemm : Fa3Cta<Config_> {
     __device__ __forceinline__ VisibleTiles kv_tiles_of(const QueryTile& tile, int consumer) const {
         const int first_query = tile.first_query + consumer * 64;
         if (first_query >= tile.sequence.seqlen_q) return {0, 0};
-        return tiles_of(mask_of(params, tile.sequence).keys_of({first_query, first_query + 64}),
-                        Config::kBlockKV);
+        return tile.kv_tiles.seen_by(mask_of(params, tile.sequence),
+                                     {first_query, first_query + 64}, kBlockKV);
     }
 
     __device__ __forceinline__ void consume() const {
@@ -158,7 +148,7 @@ struct Fa3BackwardDQGemm : Fa3Cta<Config_> {
                 release(pipeline, c);
             }
         };
-        for (WorkTileState t;; this->end_work_tile(t)) {
+        for (WorkTileState t;; end_work_tile(t)) {
             work_tiles.descriptions.consumer_wait(t);
             const QueryTile& tile = work_tiles[t];
             if (ptx::warp_uniform(tile.first_query) < 0) return;
@@ -174,8 +164,7 @@ struct Fa3BackwardDQGemm : Fa3Cta<Config_> {
                     pipeline.consumer_wait(c);
                     const MNMajor<DSTile> ds_columns(ds_tile(c, consumer));
                     const MNMajor<KTile> k_columns(pipeline.stage(c));
-                    gemm_async<Element, Config::kBlockKV>(rdQ, ds_columns, k_columns,
-                                                          i > own.begin);
+                    gemm_async<Element, kBlockKV>(rdQ, ds_columns, k_columns, i > own.begin);
                     ptx::wgmma_wait<1>();
                     if (i > own.begin) release(pipeline, before);
                     before = c;
@@ -191,23 +180,8 @@ struct Fa3BackwardDQGemm : Fa3Cta<Config_> {
 
  private:
     __device__ __forceinline__ uint32_t ds_tile(const State& c, int consumer) const {
-        return pipeline.stage(c) + offsetof(typename Config::Stage, ds) + consumer * DSTile::kBytes;
+        return pipeline.stage(c) + offsetof(Stage, ds) + consumer * DSTile::kBytes;
     }
 };
-
-template <class Config>
-cudaError_t launch_fa3_backward_dq_gemm(const BackwardParams& call, const DSWorkspace& ds_workspace,
-                                        const Schedule& schedule, int sms, cudaStream_t stream) {
-    Fa3BackwardStoringParams params{call};
-    params.ds_workspace = ds_workspace;
-    params.scheduler = make_dynamic_scheduler(call.tile_count_semaphore + 1);
-    params.schedule = schedule;
-    if (cta_count(schedule) == 0) return cudaSuccess;
-    const cudaError_t status =
-        encode_tensor_map<typename Config::KTile>(params.k_map, params.k, params.head_dim);
-    if (status != cudaSuccess) return status;
-    return launch_fa3<Fa3BackwardDQGemm<Config>>(params, cta_count(schedule), sms, stream,
-                                                 {.pdl = true});
-}
 
 }  // namespace flash_ext

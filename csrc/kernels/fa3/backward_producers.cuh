@@ -1,8 +1,8 @@
-// The pipelines of the FA3 backward and its producers: of Q and lse, of dO and delta, of KV tiles
-// with their K and V, and the one that adds to dQ in HBM.
+// The tiles, pipelines and shared memory of the FA3 backward, and its producers: of Q and lse, of
+// dO and delta, of KV tiles with their K and V, and the one that adds to dQ in HBM.
 #pragma once
 
-#include "kernels/fa3/backward_config.cuh"
+#include "kernels/fa3/backward_dq_tile.cuh"
 #include "kernels/fa3/cta.cuh"
 #include "ptx/tma.cuh"
 #include "schedule/split_kv.cuh"
@@ -11,45 +11,75 @@
 
 namespace flash_ext {
 
-template <class Config_>
-struct Fa3BackwardProducers : Fa3Cta<Config_> {
-    using Config = Config_;
-    using Element = typename Config::Element;
-    using QTile = typename Config::QTile;
-    using DOTile = typename Config::DOTile;
-    using KTile = typename Config::KTile;
-    using VTile = typename Config::VTile;
-    using QPipeline = typename Config::QPipeline;
-    using DOPipeline = typename Config::DOPipeline;
-    using KPipeline = typename Config::KPipeline;
-    using VPipeline = typename Config::VPipeline;
-    using DQPipeline = typename Config::DQPipeline;
-    using Statistic = typename Config::Statistic;
-    using Cta = Fa3Cta<Config>;
-    using Cta::group, Cta::params, Cta::storage, Cta::work_tiles;
-    using typename Cta::WorkTileState;
+struct Fa3BackwardParams : Fa3BackwardMaps {
+    // The number of heads (of all batches) by which a head's first KV tile comes before its other
+    // tiles. 0: all tiles of a head are in order.
+    int lead;
+};
 
-    QPipeline q_pipeline;
-    DOPipeline do_pipeline;
-    KPipeline k_pipeline;
-    VPipeline v_pipeline;
+template <class Element, int kHeadDim, int kHeadDimV, OptionSet kOptions,
+          tuning::Fa3Backward kTuning>
+struct Fa3BackwardProducers : Fa3Cta<Fa3BackwardParams, KeyTile> {
+    static constexpr int kBlockQ = kTuning.block_q;
+    static constexpr int kBlockKV = tuning::kFa3BackwardBlockKV;
+    static_assert(kBlockKV == 64 * kConsumers);
+    static_assert(!(kTuning.by_matmul() && changes_scores(kOptions)));
+    static constexpr int kProducerRegisters = 24;
+    static constexpr int kConsumerRegisters = 240;
 
-    __device__ __forceinline__ explicit Fa3BackwardProducers(const Fa3BackwardParams& p)
-        : Cta(p),
-          q_pipeline(storage.q, storage.q_barriers),
-          do_pipeline(storage.dout, storage.do_barriers),
-          k_pipeline(storage.k, storage.k_barriers),
-          v_pipeline(storage.v, storage.v_barriers) {}
+    using QTile = SharedTile<Element, kBlockQ, kHeadDim>;
+    using DOTile = SharedTile<Element, kBlockQ, kHeadDimV>;
+    using KTile = SharedTile<Element, kBlockKV, kHeadDim>;
+    using VTile = SharedTile<Element, kBlockKV, kHeadDimV>;
+    using QPipeline = Pipeline<kTuning.q_stages, QTile::kBytes>;
+    using DOPipeline = Pipeline<kTuning.do_stages, DOTile::kBytes>;
+    using KPipeline = Pipeline<1, KTile::kBytes>;
+    using VPipeline = Pipeline<1, VTile::kBytes>;
+    using Statistic = std::conditional_t<kTuning.by_matmul(), StatisticsRow, float>;
+
+    // dQ^T takes dS^T as B. Rows are then queries: the keys of a consumer fill atoms of 128 bytes.
+    using DSTile = std::conditional_t<kTuning.transpose_dq, SharedTile<Element, kBlockQ, kBlockKV>,
+                                      SharedTile<Element, kBlockKV, kBlockQ>>;
+    using DQTile = Fa3DQTile<Element, kHeadDim, kBlockQ, kTuning.transpose_dq>;
+    using DQPipeline = Pipeline<1, 64 * 4 * DQTile::Fragments::kCols>;  // one per consumer
+
+    struct SharedStorage {
+        typename KPipeline::Stages k;
+        typename VPipeline::Stages v;  // after K: see Fa3DQTile
+        typename QPipeline::Stages q;
+        typename DOPipeline::Stages dout;
+        char ds[2][DSTile::kBytes];
+        // Not last: compute-sanitizer takes a RowNumbers operand for twice as long as it is.
+        Statistic lse[QPipeline::kStages][kBlockQ];
+        Statistic minus_delta[DOPipeline::kStages][kBlockQ];
+        typename DQPipeline::Stages dq[kConsumers];
+        typename QPipeline::Barriers q_barriers;
+        typename DOPipeline::Barriers do_barriers;
+        typename KPipeline::Barriers k_barriers;
+        typename VPipeline::Barriers v_barriers;
+        typename DQPipeline::Barriers dq_barriers[kConsumers];
+        uint64_t ds_barriers[2];
+        WorkTiles::Storage work_tiles;
+    };
+
+    SharedStorage& storage = shared_storage<SharedStorage>();
+    QPipeline q_pipeline{storage.q, storage.q_barriers};
+    DOPipeline do_pipeline{storage.dout, storage.do_barriers};
+    KPipeline k_pipeline{storage.k, storage.k_barriers};
+    VPipeline v_pipeline{storage.v, storage.v_barriers};
+
+    __device__ __forceinline__ explicit Fa3BackwardProducers(const Params& p)
+        : Fa3Cta(p, shared_storage<SharedStorage>().work_tiles) {}
 
     __device__ __forceinline__ void init() const {
-        constexpr int kReaders = Config::kConsumers * 128;
-        constexpr int kWarps = Config::kConsumers * 4;
+        constexpr int kReaders = kConsumers * 128;
+        constexpr int kWarps = kConsumers * 4;
         q_pipeline.init(kReaders);
         do_pipeline.init(kReaders);
         k_pipeline.init(kReaders);
         v_pipeline.init(kReaders);
         work_tiles.init(kWarps + 3);  // and the other producers
-        for (int i = 0; i < Config::kConsumers; ++i) dq_pipeline(i).init(1, 4);
+        for (int i = 0; i < kConsumers; ++i) dq_pipeline(i).init(1, 4);
         ptx::mbarrier_init(ds_barrier(0), kWarps);
         ptx::mbarrier_init(ds_barrier(1), kWarps);
     }
@@ -71,7 +101,7 @@ struct Fa3BackwardProducers : Fa3Cta<Config_> {
             if (head < 0 || head >= params.schedule.heads * params.schedule.batch) return;
             work = {tile_index, head % params.schedule.heads, head / params.schedule.heads};
         }
-        describe<Config>(tile, params, work);
+        describe<Fa3BackwardProducers>(tile, params, work);
         if (params.query_parts > 1)
             tile.q_tiles =
                 split_of(tile.q_tiles, work.head % params.query_parts, params.query_parts);
@@ -93,12 +123,12 @@ struct Fa3BackwardProducers : Fa3Cta<Config_> {
             const int head = first_head(tile) + group() - 1 - left;
             const int group = (tile.sequence.batch * params.heads_q + head) * params.row_groups +
                               tile.first_row_group;
-            // With a row from tile(i), ptxas serializes wgmma at d 64 (note 014).
-            int row = tile.q_tiles.first() * Config::kBlockQ;
+            // ptxas 13.0: with a row from tile(i), wgmma is serialized at d 64 (note 014).
+            int row = tile.q_tiles.first() * kBlockQ;
             for (int i = tile.q_tiles.begin; i < tile.q_tiles.end; ++i) {
                 visit(head, group + row / kWorkspaceRows, row,
                       left == 0 && i == tile.q_tiles.end - 1);
-                row += tile.q_tiles.distance(i + 1) * Config::kBlockQ;
+                row += tile.q_tiles.distance(i + 1) * kBlockQ;
             }
         }
     }
@@ -112,14 +142,14 @@ struct Fa3BackwardProducers : Fa3Cta<Config_> {
         work_tiles.produce(
             fetch(), total, fetch, [&](KeyTile& tile, int linear) { describe_next(tile, linear); },
             [&](const KeyTile& tile, const WorkTileState& t) {
-                const Sequence& s = tile.sequence;
                 const PipelineState<1> kv{0, work_tiles.phase(t)};
-                load_tile<VTile>(v_pipeline, kv, params.v_map,
-                                 shared_key_rows<Element>(params, params.v, s, tile.head),
-                                 tile.first_key);
-                load_tile<KTile>(k_pipeline, kv, params.k_map,
-                                 shared_key_rows<Element>(params, params.k, s, tile.head),
-                                 tile.first_key);
+                const auto rows = [&](const TensorView& view) {
+                    return key_rows(params, tile.sequence)
+                        .template tensor_rows<Element>(view, tile.head / params.parts,
+                                                       tile.first_key);
+                };
+                load_tile<VTile>(v_pipeline, kv, params.v_map, rows(params.v), tile.first_key);
+                load_tile<KTile>(k_pipeline, kv, params.k_map, rows(params.k), tile.first_key);
                 work_tiles.wait_to_fetch(t);
                 return fetch();
             });
@@ -128,9 +158,10 @@ struct Fa3BackwardProducers : Fa3Cta<Config_> {
     // Q tiles with lse, or dO tiles with delta: `rows` of the stages, from `source` in the
     // workspace.
     template <class Tile, bool kAllowsFetch, class Pipeline>
-    __device__ __forceinline__ void produce_queries(
-        const Pipeline& pipeline, const CUtensorMap& map, const TensorView& view,
-        Statistic (&rows)[Pipeline::kStages][Config::kBlockQ], const Statistic* source) const {
+    __device__ __forceinline__ void produce_queries(const Pipeline& pipeline,
+                                                    const CUtensorMap& map, const TensorView& view,
+                                                    Statistic (&rows)[Pipeline::kStages][kBlockQ],
+                                                    const Statistic* source) const {
         typename Pipeline::State state;
         work_tiles.for_each([&](const KeyTile& tile) {
             if (kAllowsFetch && tile.q_tiles.empty()) work_tiles.allow_fetch();
@@ -138,10 +169,10 @@ struct Fa3BackwardProducers : Fa3Cta<Config_> {
                 if (kAllowsFetch && last) work_tiles.allow_fetch();
                 const Sequence& s = tile.sequence;
                 // Here, not between the wait for the stage and the loads, for which matmuls wait.
-                const int stored = ptx::not_hoisted(stored_rows<Config::kBlockQ>(s, first_row));
+                const int stored = ptx::not_hoisted(stored_rows<kBlockQ>(s, first_row));
                 load_tile<Tile>(
-                    pipeline, state, map, this->query_rows(view, s, head), first_row, [&] {
-                        return RowStatisticsLoad<Statistic, Config::kBlockQ>{
+                    pipeline, state, map, query_rows<Element>(view, s, head), first_row, [&] {
+                        return RowStatisticsLoad<Statistic, kBlockQ>{
                             rows[state.stage], source + int64_t{row_group} * kWorkspaceRows,
                             source + params.padding_row, stored};
                     });
@@ -153,7 +184,7 @@ struct Fa3BackwardProducers : Fa3Cta<Config_> {
     // lse or delta of all queries, as this kernel takes them.
     static __device__ __forceinline__ const Statistic* statistics(const float* numbers,
                                                                   const StatisticsRow* rows) {
-        if constexpr (Config::kTuning.by_matmul()) {
+        if constexpr (kTuning.by_matmul()) {
             return rows;
         } else {
             return numbers;
@@ -179,32 +210,31 @@ struct Fa3BackwardProducers : Fa3Cta<Config_> {
                     ptx::wait_for_count(dq_semaphore(), awaited, 32);
                     ptx::fence_proxy_async_global();
                 }
-                add_halves(c, stored_rows<Config::kBlockQ>(tile.sequence, first_row), row_group,
-                           stores);
+                add_halves(c, stored_rows<kBlockQ>(tile.sequence, first_row), row_group, stores);
                 c.advance();
                 if (stores || params.deterministic) count_added(dq_semaphore());
             });
             count_added(tiles_done(params, tile.sequence, tile.head / params.query_parts));
         });
-        ptx::bulk_wait();  // not needed, but ptxas schedules the consumers better (note 010)
+        // ptxas 13.0: not needed, but the consumers are scheduled better (note 010).
+        ptx::bulk_wait();
     }
 
     // The KV tiles that a Q tile sees before this one.
     __device__ __forceinline__ int tiles_before(const KeyTile& tile, int first_row) const {
-        const Interval keys =
-            mask_of(params, tile.sequence).keys_of({first_row, first_row + Config::kBlockQ});
-        return tiles_of<false>(keys, Config::kBlockKV)
-            .count_before(tile.first_key / Config::kBlockKV);
+        return VisibleTiles::of_queries<false>(mask_of(params, tile.sequence),
+                                               {first_row, first_row + kBlockQ}, kBlockKV)
+            .count_before(tile.first_key / kBlockKV);
     }
 
     // Adds each consumer's half of a Q tile of `rows` rows, or stores it.
     __device__ __forceinline__ void add_halves(const typename DQPipeline::State& c, int rows,
                                                int row_group, bool stores) const {
-        float* accum = params.dq_accum + int64_t{row_group} * (kWorkspaceRows * Config::kHeadDim);
+        float* accum = params.dq_accum + int64_t{row_group} * (kWorkspaceRows * kHeadDim);
 #pragma unroll 1
-        for (int i = 0; i < Config::kConsumers; ++i) {
+        for (int i = 0; i < kConsumers; ++i) {
             const DQPipeline pipeline = dq_pipeline(i);
-            const auto half = Config::DQTile::half(i, rows);
+            const auto half = DQTile::half(i, rows);
             float* target = accum + half.first;
             pipeline.consumer_wait(c);
             if (half.size == 0) {  // none of its queries exists

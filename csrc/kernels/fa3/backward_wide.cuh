@@ -11,7 +11,6 @@
 #include "kernels/fa3/backward_dkdv.cuh"
 #include "kernels/fa3/backward_dq.cuh"
 #include "kernels/fa3/backward_dq_gemm.cuh"
-#include "plan/ds_workspace.cuh"
 #include "plan/launchers.h"
 #include "plan/tuning.h"
 
@@ -21,27 +20,32 @@ template <class Element, int kHeadDim, int kHeadDimV, OptionSet kOptions>
 cudaError_t launch_fa3_backward_wide(const BackwardParams& params, const BackwardKernel& kernel,
                                      cudaStream_t stream) {
     constexpr tuning::Fa3BackwardWide kTuning = tuning::fa3_backward_wide({kHeadDim, kHeadDimV});
-    using DKDV = Fa3BackwardDKDVConfig<Element, kHeadDim, kHeadDimV, kOptions, kTuning.pool_pairs>;
-    using DQGemm = Fa3BackwardDQGemmConfig<Element, kHeadDim, kTuning.dq_gemm_stages>;
-    using DQ = Fa3BackwardDQConfig<Element, kHeadDim, kHeadDimV, kOptions>;
+    using DKDV = Fa3BackwardDKDV<Element, kHeadDim, kHeadDimV, kOptions, kTuning.pool_pairs>;
+    using DQGemm = Fa3BackwardDQGemm<Element, kHeadDim, kTuning.dq_gemm_stages>;
+    using DQ = Fa3BackwardDQ<Element, kHeadDim, kHeadDimV, kOptions>;
     cudaError_t status = backward_preprocess(params, DKDV::kBlockQ, stream);
-    const int heads = kernel.ds_heads > 0 ? params.heads_k * params.batch : 0;
-    for (int head = 0; head < heads && status == cudaSuccess; head += kernel.ds_heads) {
+    if (kernel.ds_heads == 0) {
+        if (status == cudaSuccess)
+            status =
+                launch_fa3_backward_pass<DKDV>(params, {}, kernel.wide.keys, kernel.sms, stream);
+        if (status == cudaSuccess)
+            status =
+                launch_fa3_backward_pass<DQ>(params, {}, kernel.wide.queries, kernel.sms, stream);
+        return status;
+    }
+    const int heads = params.heads_k * params.batch;
+    for (int head = 0; head < heads; head += kernel.ds_heads) {
         const bool whole = head + kernel.ds_heads <= heads;
         const WideSchedules& schedules = whole ? kernel.wide : kernel.last_wide;
-        const DSWorkspace ds_workspace{static_cast<char*>(kernel.ds), head,
-                                       whole ? kernel.ds_heads : heads - head,
-                                       DSWorkspaceTiles(params)};
-        status = launch_fa3_backward_dkdv<DKDV>(params, ds_workspace, schedules.keys, kernel.sms,
-                                                stream);
+        const DSWorkspace ds{static_cast<char*>(kernel.ds), head,
+                             whole ? kernel.ds_heads : heads - head, kernel.ds_tiles};
         if (status == cudaSuccess)
-            status = launch_fa3_backward_dq_gemm<DQGemm>(params, ds_workspace, schedules.queries,
-                                                         kernel.sms, stream);
+            status = launch_fa3_backward_pass<DKDV>(params, ds, schedules.keys, kernel.sms, stream);
+        if (status == cudaSuccess)
+            status =
+                launch_fa3_backward_pass<DQGemm>(params, ds, schedules.queries, kernel.sms, stream);
     }
-    if (kernel.ds_heads > 0 || status != cudaSuccess) return status;
-    status = launch_fa3_backward_dkdv<DKDV>(params, {}, kernel.wide.keys, kernel.sms, stream);
-    if (status != cudaSuccess) return status;
-    return launch_fa3_backward_dq<DQ>(params, kernel.wide.queries, kernel.sms, stream);
+    return status;
 }
 
 template <int kHeadDim, int kHeadDimV>

@@ -3,8 +3,10 @@
 // up to four warps: they fetch tiles, load operands by TMA and, in backward.cuh, add to dQ in HBM.
 // The other warpgroups are the consumers. setmaxnreg gives them registers of the first one.
 //
-// A kernel is a struct that derives from Fa3Cta<Config> and has
+// A kernel is a struct that derives from Fa3Cta and has
 //
+//     SharedStorage     of which work_tiles is a member
+//     kProducerRegisters, kConsumerRegisters
 //     init()            by thread 0, before anything else: initializes the barriers
 //     produce()         by lane 0 of each warp of the first warpgroup
 //     consume()         by all threads of the other warpgroups
@@ -13,9 +15,6 @@
 //     begin(), end()    by all threads, before and after these; by default they do nothing. With
 //                       programmatic dependent launch (PDL) they wait for the previous kernel in
 //                       the stream, unless only produce() has to
-//
-// Its Config has the types Params, SharedStorage and WorkTiles and the constants kThreads,
-// kProducerRegisters and kConsumerRegisters.
 #pragma once
 
 #include "kernels/common/launch.cuh"
@@ -53,22 +52,21 @@ struct PingPong {
     }
 };
 
-template <class Config>
+// Tile: what a CTA works on, QueryTile or KeyTile.
+template <class Params_, class Tile, int kConsumers_ = 2>
 struct Fa3Cta {
-    using SharedStorage = typename Config::SharedStorage;
-    using WorkTiles = typename Config::WorkTiles;
+    using Params = Params_;
+    static constexpr int kConsumers = kConsumers_;
+    static constexpr int kThreads = (kConsumers + 1) * 128;
+    using WorkTiles = WorkTilePipeline<Tile>;
     using WorkTileState = typename WorkTiles::State;
 
-    const typename Config::Params& params;
-    SharedStorage& storage;
+    const Params& params;
     bool elected;  // is this lane 0 of its warp?
     WorkTiles work_tiles;
 
-    __device__ __forceinline__ explicit Fa3Cta(const typename Config::Params& p)
-        : params(p),
-          storage(shared_storage<SharedStorage>()),
-          elected(lane_id() == 0),
-          work_tiles(storage.work_tiles) {}
+    __device__ __forceinline__ Fa3Cta(const Params& p, typename WorkTiles::Storage& storage)
+        : params(p), elected(lane_id() == 0), work_tiles(storage) {}
 
     __device__ __forceinline__ void begin() const {}
     __device__ __forceinline__ void end() const {}
@@ -82,8 +80,7 @@ struct Fa3Cta {
     template <class Pipeline>
     __device__ __forceinline__ void release(const Pipeline& pipeline,
                                             const typename Pipeline::State& state) const {
-        constexpr bool kFourConsumers = Config::kThreads == 5 * 128;
-        if constexpr (kFourConsumers) {
+        if constexpr (kConsumers == 4) {
             pipeline.consumer_release_if(elected, state);
         } else {
             if (elected) pipeline.consumer_release(state);
@@ -96,16 +93,6 @@ struct Fa3Cta {
         state.advance();
     }
     __device__ __forceinline__ int head_k(int head_q) const { return head_q / group(); }
-
-    // Where the rows of a sequence are, for TMA.
-    __device__ __forceinline__ TensorRows query_rows(const TensorView& view, const Sequence& s,
-                                                     int head) const {
-        return tensor_rows<typename Config::Element>(view, s.batch, head, s.q_begin, s.seqlen_q);
-    }
-    __device__ __forceinline__ TensorRows key_rows(const TensorView& view, const Sequence& s,
-                                                   int head) const {
-        return tensor_rows<typename Config::Element>(view, s.batch, head, s.k_begin, s.seqlen_k);
-    }
 
     // For a producer that does nothing else: fetches tiles by the dynamic persistent scheduler when
     // another producer allows it. `describe` as for WorkTilePipeline::produce().
@@ -129,10 +116,9 @@ struct Fa3Cta {
 };
 
 template <class Kernel>
-__global__ void __launch_bounds__(Kernel::Config::kThreads, 1)
-    fa3_kernel(const __grid_constant__ typename Kernel::Config::Params params) {
+__global__ void __launch_bounds__(Kernel::kThreads, 1)
+    fa3_kernel(const __grid_constant__ typename Kernel::Params params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // sm_90a
-    using Config = typename Kernel::Config;
     const Kernel kernel(params);
     if (threadIdx.x == 0) {
         kernel.init();
@@ -141,11 +127,11 @@ __global__ void __launch_bounds__(Kernel::Config::kThreads, 1)
     __syncthreads();  // the barriers are initialized
     kernel.begin();
     if (threadIdx.x < 128) {
-        ptx::setmaxnreg_dec<Config::kProducerRegisters>();
+        ptx::setmaxnreg_dec<Kernel::kProducerRegisters>();
         kernel.produce_by_warps();
         if (lane_id() == 0) kernel.produce();
     } else {
-        ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
+        ptx::setmaxnreg_inc<Kernel::kConsumerRegisters>();
         kernel.consume();
     }
     kernel.end();
@@ -155,12 +141,11 @@ __global__ void __launch_bounds__(Kernel::Config::kThreads, 1)
 }
 
 template <class Kernel>
-cudaError_t launch_fa3(const typename Kernel::Config::Params& params, int tiles, int sms,
+cudaError_t launch_fa3(const typename Kernel::Params& params, int tiles, int sms,
                        cudaStream_t stream, const LaunchOptions& options = {}) {
-    using Config = typename Kernel::Config;
-    static_assert(sizeof(typename Config::SharedStorage) <= 227 * 1024);
-    return launch_kernel<fa3_kernel<Kernel>>(min_of(tiles, sms), Config::kThreads,
-                                             sizeof(typename Config::SharedStorage), params, stream,
+    static_assert(sizeof(typename Kernel::SharedStorage) <= 227 * 1024);
+    return launch_kernel<fa3_kernel<Kernel>>(min_of(tiles, sms), Kernel::kThreads,
+                                             sizeof(typename Kernel::SharedStorage), params, stream,
                                              options);
 }
 

@@ -21,6 +21,7 @@
 #include "kernels/common/softmax.cuh"
 #include "plan/launchers.h"
 #include "plan/tuning.h"
+#include "problem/key_rows.cuh"
 #include "problem/mask.cuh"
 #include "problem/score.cuh"
 #include "problem/sequences.cuh"
@@ -35,11 +36,13 @@
 
 namespace flash_ext {
 
-template <class Element_, int kHeadDim_, int kHeadDimV_, tuning::Fa3DecodeShape kTuning>
-struct Fa3DecodeConfig {
-    using Element = Element_;
-    static constexpr int kHeadDim = kHeadDim_;
-    static constexpr int kHeadDimV = kHeadDimV_;
+struct Fa3DecodeParams : ForwardParams {
+    unsigned long long epoch;  // of the counters
+    float exponent_scale;
+};
+
+template <class Element, int kHeadDim, int kHeadDimV, tuning::Fa3DecodeShape kTuning>
+struct Fa3Decode {
     static constexpr int kRows = kTuning.rows;
     static constexpr int kKeys = 16;  // that a warp takes at a time
     static constexpr int kWarps = kTuning.warps;
@@ -50,15 +53,19 @@ struct Fa3DecodeConfig {
     using QTile = SharedTile<Element, kRows, kHeadDim>;
     using KTile = SharedTile<Element, kKeys, kHeadDim>;
     using VTile = SharedTile<Element, kKeys, kHeadDimV>;
+    using Scores = RegisterTile<kRows, kKeys>;
+    using Output = RegisterTile<kRows, kHeadDimV>;
+    using Softmax = OnlineSoftmax<kRows>;
 
     // A result over some of the keys: O not divided by the sums, row maxima and sums.
     template <int kPartialRows>
-    struct Partial {
+    struct PartialOf {
         float out[kPartialRows][kHeadDimV + 8];
         float max[kPartialRows];
         float sum[kPartialRows];
     };
-    static_assert(sizeof(Partial<kRows>) == 4 * kRows * decode_row_floats(kHeadDimV));
+    using Partial = PartialOf<kRows>;
+    static_assert(sizeof(Partial) == 4 * kRows * decode_row_floats(kHeadDimV));
     struct Stage {
         char k[KTile::kBytes];
         char v[VTile::kBytes];
@@ -66,41 +73,22 @@ struct Fa3DecodeConfig {
     struct SharedStorage {
         union {
             Stage stages[kWarps][kStages];
-            Partial<16> of_warps[kWarps];  // after the loop, 16 rows at a time
+            PartialOf<16> of_warps[kWarps];  // after the loop, 16 rows at a time
         };
         char q[QTile::kBytes];
-        Partial<kRows> of_split;
+        Partial of_split;
         bool last;  // is this CTA the last one to store its share?
     };
     static_assert((sizeof(SharedStorage) + 1024) * kCtasPerSm <= 228 * 1024);
-};
-
-struct Fa3DecodeParams : ForwardParams {
-    unsigned long long epoch;  // of the counters
-    float exponent_scale;
-};
-
-template <class Config>
-struct Fa3Decode {
-    using Element = typename Config::Element;
-    using KTile = typename Config::KTile;
-    using VTile = typename Config::VTile;
-    using QTile = typename Config::QTile;
-    using Scores = RegisterTile<Config::kRows, Config::kKeys>;
-    using Output = RegisterTile<Config::kRows, Config::kHeadDimV>;
-    using Softmax = OnlineSoftmax<Config::kRows>;
-
-    using Partial = typename Config::template Partial<Config::kRows>;
 
     const Fa3DecodeParams& params;
-    typename Config::SharedStorage& storage;
+    SharedStorage& storage = shared_storage<SharedStorage>();
     Sequence sequence;
     int group;         // query heads that share a head of K and V
     int head, head_k;  // of Q, the first one of the tile, and of K and V
     int first_query;   // of the tile
 
-    __device__ __forceinline__ explicit Fa3Decode(const Fa3DecodeParams& p)
-        : params(p), storage(shared_storage<typename Config::SharedStorage>()) {
+    __device__ __forceinline__ explicit Fa3Decode(const Fa3DecodeParams& p) : params(p) {
         // A head of a dense batch has one tile, and packed sequences are one batch.
         const int number = tile_number();
         const int heads = p.pack_gqa_log2 > 0 ? p.heads_k : p.heads_q;
@@ -135,7 +123,7 @@ struct Fa3Decode {
 
     // --- The rows of the tile: queries, or the heads of a group ---
 
-    __device__ __forceinline__ int queries() const { return Config::kRows >> params.pack_gqa_log2; }
+    __device__ __forceinline__ int queries() const { return kRows >> params.pack_gqa_log2; }
     __device__ __forceinline__ int query_of(int row) const {
         return first_query + (row >> params.pack_gqa_log2);
     }
@@ -153,8 +141,8 @@ struct Fa3Decode {
     // --- Loads ---
 
     __device__ __forceinline__ void load_q() const {
-        constexpr int kPerRow = Config::kHeadDim / QTile::kChunk;
-        for (int i = threadIdx.x; i < Config::kRows * kPerRow; i += Config::kThreads) {
+        constexpr int kPerRow = kHeadDim / QTile::kChunk;
+        for (int i = threadIdx.x; i < kRows * kPerRow; i += kThreads) {
             const int row = i / kPerRow, col = i % kPerRow * QTile::kChunk;
             const auto* source = row_pointer<const Element>(
                 params.q, sequence.batch, sequence.q_begin + query_of(row), head_of(row));
@@ -166,30 +154,29 @@ struct Fa3Decode {
     // This warp's blocks of keys, one after another, each as a group of cp.async.
     template <class Tile>
     struct Loads {
-        TileCursor<Tile, 32, false, Element> cursor;
-        int64_t row_stride;
+        const TensorView& view;
         int cols;
-        int keys;  // from the next block's first one to the end of the sequence
-        int left;  // blocks
+        KeyRows keys;
+        VisibleTiles blocks;
+        int i;  // of the next block
+        TileCursor<Tile, 32, false, Element> cursor;
 
+        __device__ __forceinline__ int first_key() const { return blocks.tile(i) * Tile::kRows; }
+
+        __device__ __forceinline__ void start(int head) {
+            cursor.start(keys.template tile<Element>(view, head, first_key(), 0));
+        }
         __device__ __forceinline__ void next(const char* stage) {
-            if (left > 0)
-                cursor.template load<false>(ptx::shared_address(stage), row_stride, keys, cols,
-                                            true, -Config::kWarps);
+            const int key = first_key();
+            const bool exists = i < blocks.end;
+            i += kWarps;
+            if (exists)
+                cursor.template load<false>(ptx::shared_address(stage), view.row_stride,
+                                            keys.rows - key, cols, true,
+                                            keys.step(view, key, first_key()));
             ptx::cp_async_commit();
-            keys -= Config::kWarps * Tile::kRows;
-            --left;
         }
     };
-    template <class Tile>
-    __device__ __forceinline__ Loads<Tile> loads(const TensorView& view, int cols, int block,
-                                                 int count) const {
-        const int key = block * Config::kKeys;
-        Loads<Tile> loads{{}, view.row_stride, cols, sequence.seqlen_k - key, count};
-        loads.cursor.start(global_tile<const Element>(
-            view, sequence.batch, int64_t{sequence.k_begin} + key, head_k, 0, 0));
-        return loads;
-    }
 
     // --- Attention over the keys of a warp ---
 
@@ -197,41 +184,39 @@ struct Fa3Decode {
         Softmax softmax;
         if (params.sink == nullptr || split() > 0 || warp_id() > 0 || !sequence.is_owned(params))
             return softmax;
-#pragma unroll
-        for (int m = 0; m < Output::kM; ++m)
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int row = 16 * m + lane_row() + 8 * i;
-                if (is_valid(row)) softmax.begin_with(params.sink[head_of(row)] * kLog2e, m, i);
-            }
+        for_each_row<kRows>([&](int m, int i, int row) {
+            if (is_valid(row)) softmax.begin_with(params.sink[head_of(row)] * kLog2e, m, i);
+        });
         return softmax;
     }
 
     // Applies the options and the mask.
     __device__ __forceinline__ void finish_scores(Scores& rS, const BandMask& mask,
-                                                  int block) const {
-        const Interval keys = tile_interval(block, Config::kKeys);
+                                                  const VisibleTiles& blocks, int i) const {
+        const Interval keys = tile_interval(blocks.tile(i), kKeys);
         if (params.changes_scores) [[unlikely]]  // packed GQA has no ALiBi, which uses first_query
             ScoreFunction<Element, Rows::kQueries, tuning::kFa3Scores>{params, sequence, head}
                 .apply(rS, first_query, keys.begin);
-        if (!mask.is_full({first_query, first_query + queries()}, keys))
+        if (!blocks.is_full(i, mask, {first_query, first_query + queries()}, keys))
             mask_scores(rS, keys.begin, [&](int row) { return mask.key_range(query_of(row)); });
     }
 
     __device__ __forceinline__ void attend(Output& rO, Softmax& softmax) const {
         const BandMask mask = mask_of(params, sequence);
-        const Interval keys = mask.keys_of({first_query, first_query + queries()});
         const VisibleTiles blocks =
-            split_of(tiles_of(keys, Config::kKeys), split(), params.num_splits);
+            split_of(VisibleTiles::of_queries(mask, {first_query, first_query + queries()}, kKeys),
+                     split(), params.num_splits);
         int block = blocks.begin + warp_id();
-        const int count = ceil_div(blocks.end - block, Config::kWarps);
-        auto k_loads = loads<KTile>(params.k, params.head_dim, block, count);
-        auto v_loads = loads<VTile>(params.v, params.head_dim_v, block, count);
+        const KeyRows keys = key_rows(params, sequence);
+        Loads<KTile> k_loads{params.k, params.head_dim, keys, blocks, block};
+        Loads<VTile> v_loads{params.v, params.head_dim_v, keys, blocks, block};
+        k_loads.start(head_k);
+        v_loads.start(head_k);
         auto& stages = storage.stages[warp_id()];
-        constexpr int kPending = 2 * Config::kStages - 1;  // groups after the one that is needed
-        load_q();                                          // belongs to the first group
+        constexpr int kPending = 2 * kStages - 1;  // groups after the one that is needed
+        load_q();                                  // belongs to the first group
 #pragma unroll
-        for (int i = 0; i < Config::kStages; ++i) {
+        for (int i = 0; i < kStages; ++i) {
             k_loads.next(stages[i].k);
             v_loads.next(stages[i].v);
         }
@@ -239,24 +224,23 @@ struct Fa3Decode {
         __syncthreads();  // all of Q has landed
         const AFromRows<QTile> q(ptx::shared_address(storage.q));
 
-        for (int stage = 0; block < blocks.end; block += Config::kWarps) {
+        for (int stage = 0; block < blocks.end; block += kWarps) {
             Scores rS;
             rS.clear();
             ptx::cp_async_wait<kPending>();
             __syncwarp();  // the loads of all lanes have landed
-            gemm<Element, Config::kHeadDim>(rS, q,
-                                            BFromRows<KTile>(ptx::shared_address(stages[stage].k)));
+            gemm<Element, kHeadDim>(rS, q, BFromRows<KTile>(ptx::shared_address(stages[stage].k)));
             __syncwarp();  // all lanes have read K
             k_loads.next(stages[stage].k);
-            finish_scores(rS, mask, block);
+            finish_scores(rS, mask, blocks, block);
             softmax.update(rS, rO, params.exponent_scale);
             ptx::cp_async_wait<kPending>();
             __syncwarp();
-            gemm<Element, Config::kKeys>(rO, AFromRegisters<Element, Scores>{rS},
-                                         BFromColumns<VTile>(ptx::shared_address(stages[stage].v)));
+            gemm<Element, kKeys>(rO, AFromRegisters<Element, Scores>{rS},
+                                 BFromColumns<VTile>(ptx::shared_address(stages[stage].v)));
             __syncwarp();
             v_loads.next(stages[stage].v);
-            if (++stage == Config::kStages) stage = 0;
+            if (++stage == kStages) stage = 0;
         }
         softmax.finish();
     }
@@ -275,10 +259,9 @@ struct Fa3Decode {
                 partial.max[row] = softmax.row_max[m][i];
                 partial.sum[row] = softmax.row_sum[m][i];
             }
-#pragma unroll
-            for (int n = 0; n < Output::kN; ++n)
-                *reinterpret_cast<float2*>(&partial.out[row][8 * n + lane_col()]) = {
-                    rO.v[m][n][2 * i], rO.v[m][n][2 * i + 1]};
+            rO.for_each_pair_of_row(m, i, [&](float x, float y, int col) {
+                *reinterpret_cast<float2*>(&partial.out[row][col + lane_col()]) = {x, y};
+            });
         }
     }
 
@@ -323,9 +306,9 @@ struct Fa3Decode {
     template <class Visit>
     __device__ __forceinline__ void for_each_four(int rows, int share, int shares,
                                                   Visit visit) const {
-        constexpr int kPerRow = Config::kHeadDimV / 4;
+        constexpr int kPerRow = kHeadDimV / 4;
         for (int i = (warp_id() * shares + share) * 32 + lane_id(); i < rows * kPerRow;
-             i += Config::kThreads * shares)
+             i += kThreads * shares)
             visit(i / kPerRow, i % kPerRow * 4);
     }
 
@@ -347,9 +330,8 @@ struct Fa3Decode {
             load_from(&storage.of_warps[warp], x, offset);
         };
         for_each_four(min_of(rows() - 16 * m, 16), 0, 1, [&](int row, int col) {
-            using OfWarp = typename Config::template Partial<16>;
             store_four(storage.of_split, 16 * m + row, col,
-                       combine<OfWarp, Config::kWarps>(row, col, Config::kWarps, load));
+                       combine<PartialOf<16>, kWarps>(row, col, kWarps, load));
         });
     }
 
@@ -434,11 +416,11 @@ struct Fa3Decode {
     }
 };
 
-template <class Config>
-__global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
+template <class Kernel>
+__global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerSm)
     fa3_decode_kernel(const __grid_constant__ Fa3DecodeParams params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // sm_90a
-    Fa3Decode<Config>(params).run();
+    Kernel(params).run();
 #else
     __trap();  // never launched on other GPUs
 #endif
@@ -451,11 +433,11 @@ cudaError_t fa3_decode(const ForwardParams& call, const ForwardKernel& kernel,
     using enum tuning::Fa3ForwardTile;
     return dispatch_element(params.element_type, [&](auto element) {
         return dispatch<kFewRows, kManyKeys, kManyRows>(kernel.tile, [&](auto tile) {
-            using Config = Fa3DecodeConfig<decltype(element), kHeadDim, kHeadDimV,
-                                           tuning::fa3_decode({kHeadDim, kHeadDimV}, tile)>;
-            return launch_kernel<fa3_decode_kernel<Config>>(
-                cta_count(params.schedule), Config::kThreads,
-                sizeof(typename Config::SharedStorage), params, stream,
+            using Kernel = Fa3Decode<decltype(element), kHeadDim, kHeadDimV,
+                                     tuning::fa3_decode({kHeadDim, kHeadDimV}, tile)>;
+            return launch_kernel<fa3_decode_kernel<Kernel>>(
+                cta_count(params.schedule), Kernel::kThreads,
+                sizeof(typename Kernel::SharedStorage), params, stream,
                 {.cluster = min_of(params.num_splits, kMostClusterSplits)});
         });
     });

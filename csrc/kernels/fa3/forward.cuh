@@ -56,33 +56,26 @@ namespace flash_ext {
 
 template <class Element, int kHeadDim, int kHeadDimV, OptionSet kOptions,
           tuning::Fa3Forward kTuning>
-struct Fa3ForwardConfig
-    : Fa3ForwardTileConfig<Element, Element, kHeadDim, kHeadDimV, kOptions, kTuning> {
-    using Tiles = typename Fa3ForwardConfig::Fa3ForwardTileConfig;
-    static constexpr bool kScaledScores = changes_scores(kOptions);  // before the softmax
-    // Does a consumer's softmax run beside its own P V? This takes two P. Four consumers have no
-    // registers for that: the softmax of one runs beside the matmuls of the others.
-    static constexpr bool kOverlap = Tiles::kConsumers < 4;
-    static constexpr int kProducerRegisters = Tiles::kConsumers > 2 ? 32 : 40;
-    static constexpr int kConsumerRegisters = Tiles::consumer_registers(kProducerRegisters);
-};
-
-template <class Config>
-struct Fa3Forward : Fa3ForwardTiles<Config> {
-    using Tiles = Fa3ForwardTiles<Config>;
-    using Element = typename Config::Element;
-    using Scores = RegisterTile<16, Config::kBlockKV>;
-    using Softmax = OptimisticSoftmax<Element, Config::kBlockKV>;
-    using Probabilities = typename Softmax::Probabilities;
-    using State = typename Tiles::template ConsumerState<Scores, Softmax>;
-    using Tiles::consumer, Tiles::exponent_scale, Tiles::full_tiles, Tiles::k_pipeline,
-        Tiles::params, Tiles::q_pipeline, Tiles::query_of, Tiles::release,
-        Tiles::release_and_advance, Tiles::storage, Tiles::v_pipeline, Tiles::warp_row,
-        Tiles::work_tiles;
+struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOptions, kTuning> {
+    using Tiles = typename Fa3Forward::Fa3ForwardTiles;
+    using Tiles::consumer, Tiles::end_work_tile, Tiles::exponent_scale, Tiles::find_tile,
+        Tiles::full_tiles, Tiles::k_pipeline, Tiles::kBlockKV, Tiles::kConsumers,
+        Tiles::kScaledScores, Tiles::params, Tiles::q_pipeline, Tiles::query_of, Tiles::release,
+        Tiles::release_and_advance, Tiles::v_pipeline, Tiles::warp_row, Tiles::work_tiles;
     using typename Tiles::KTile, typename Tiles::Order, typename Tiles::Output,
         typename Tiles::QTile, typename Tiles::VTile;
+    // Does a consumer's softmax run beside its own P V? This takes two P. Four consumers have no
+    // registers for that: the softmax of one runs beside the matmuls of the others.
+    static constexpr bool kOverlap = kConsumers < 4;
+    static constexpr int kProducerRegisters = kConsumers > 2 ? 32 : 40;
+    static constexpr int kConsumerRegisters = Tiles::consumer_registers(kProducerRegisters);
+    using Scores = RegisterTile<16, kBlockKV>;
+    using Softmax = OptimisticSoftmax<Element, kBlockKV>;
+    using Probabilities = typename Softmax::Probabilities;
+    using State = typename Tiles::template ConsumerState<Scores, Softmax>;
 
-    using Tiles::Tiles;
+    __device__ __forceinline__ explicit Fa3Forward(const Fa3ForwardParams& p)
+        : Tiles(p, shared_storage<typename Tiles::SharedStorage>()) {}
 
     __device__ __forceinline__ void init() const {
         this->init_pipelines(1, 2);  // the producers of Q and V read work tiles
@@ -110,12 +103,9 @@ struct Fa3Forward : Fa3ForwardTiles<Config> {
     __device__ __forceinline__ void begin_tile(State& x) const {
         const QueryTile& tile = work_tiles[x.tile];
         x.full_tiles = full_tiles(tile);
-        if constexpr (!Config::kPingPong) {  // which needs equal numbers of iterations
-            const Interval queries{query_of(tile, consumer * 64),
-                                   query_of(tile, consumer * 64 + 63) + 1};
-            const Interval keys = mask_of(params, tile.sequence).keys_of(queries);
-            const int last_tile = (keys.end - 1) / Config::kBlockKV;
-            x.skipped_tiles = max_of(x.kv_tile - max_of(last_tile, x.first_kv_tile), 0);
+        if constexpr (!kPingPong) {  // which needs equal numbers of iterations
+            const int last = max_of(this->last_tile(tile), x.first_kv_tile);
+            x.skipped_tiles = max_of(x.kv_tile - last, 0);
             x.kv_tile -= x.skipped_tiles;
             skip(k_pipeline, x.k, x.skipped_tiles, x.k_ready);
         }
@@ -136,7 +126,7 @@ struct Fa3Forward : Fa3ForwardTiles<Config> {
                 skip(k_pipeline, x.k, 1, x.k_ready);
                 skip(v_pipeline, x.v, 1, x.v_ready);
             }
-            this->end_work_tile(x.tile);
+            end_work_tile(x.tile);
             x.output_tile = x.tile;
         }
     }
@@ -146,31 +136,30 @@ struct Fa3Forward : Fa3ForwardTiles<Config> {
     // How often the code has an iteration with a mask. Twice, one for each P, its softmax may run
     // beside its P V, as without a mask. Once, the code is smaller and compiles faster, and it is
     // faster up to d 64 and with options. d 128 and 256 are up to 4 % faster with it twice.
-    static constexpr int kMaskedSteps =
-        Config::kHeadDim % 128 == 0 && !Config::kScaledScores ? 2 : 1;
+    static constexpr int kMaskedSteps = kHeadDim % 128 == 0 && !kScaledScores ? 2 : 1;
 
     // Does an iteration test the barriers of the next one before its softmax, since a test takes
     // long? With four consumers and at d 128 and 256 that costs more than it saves.
-    static constexpr bool kTestsEarly = Config::kConsumers < 4 && Config::kHeadDim % 128 != 0;
+    static constexpr bool kTestsEarly = kConsumers < 4 && kHeadDim % 128 != 0;
 
     // Does a consumer pass on its turn while it stores a result? Of kernels with ping-pong those of
     // d 128 gain by it.
-    static constexpr bool kYieldsInStore = Config::kHeadDim % 128 == 0;
+    static constexpr bool kYieldsInStore = kHeadDim % 128 == 0;
 
     // Starts S = Q K^T.
     __device__ __forceinline__ void issue_scores(State& x) const {
         // Q stays in place for many iterations.
-        constexpr bool kPinned = Config::kHeadDim > 128;
+        constexpr bool kPinned = kHeadDim > 128;
         const KMajor<QTile, kPinned> q_rows(q_pipeline.stage(x.q), consumer * 64);
         const auto k_rows = this->template operand<KMajor<KTile, false>>(k_pipeline, x.k);
-        gemm_async<Element, Config::kHeadDim>(x.rS, q_rows, k_rows, false);
+        gemm_async<Element, kHeadDim>(x.rS, q_rows, k_rows, false);
     }
 
     // Starts O = P V or O += P V.
     __device__ __forceinline__ void issue_output(const State& x, const Probabilities& rP,
                                                  bool accumulate) const {
         const auto v_columns = this->template operand<MNMajor<VTile, false>>(v_pipeline, x.v);
-        gemm_async<Element, Config::kBlockKV>(x.rO, rP, v_columns, accumulate);
+        gemm_async<Element, kBlockKV>(x.rO, rP, v_columns, accumulate);
     }
 
     // P from the complete scores. new_tile: they are the first of a Q tile, whose softmax begins.
@@ -199,7 +188,7 @@ struct Fa3Forward : Fa3ForwardTiles<Config> {
         } else if (x.output_pending) {
             if constexpr (kInTurn && kYieldsInStore) Order::signal_next(consumer);
             store(x.rO, x.prev_softmax, work_tiles[x.output_tile]);
-            this->end_work_tile(x.output_tile);
+            end_work_tile(x.output_tile);
             if constexpr (kInTurn && kYieldsInStore) Order::wait(consumer);
         }
     }
@@ -244,7 +233,7 @@ struct Fa3Forward : Fa3ForwardTiles<Config> {
             release(v_pipeline, v_read);
         };
 
-        constexpr bool kBeside = Config::kOverlap && (kUnmasked || kMaskedSteps == 2);
+        constexpr bool kBeside = kOverlap && (kUnmasked || kMaskedSteps == 2);
         if constexpr (kBeside) {
             ptx::wgmma_wait<1>();
         } else {
@@ -263,13 +252,13 @@ struct Fa3Forward : Fa3ForwardTiles<Config> {
         Softmax softmax, prev_softmax;
         RowRescaling rescaling;
         State x{rS, rO, softmax, rescaling, prev_softmax};
-        constexpr int kNext = Config::kOverlap;  // P V reads one P while the other is written
+        constexpr int kNext = kOverlap;  // P V reads one P while the other is written
         Probabilities rP[1 + kNext];
 
-        if constexpr (!Config::kPingPong) skip_empty_tiles(x);
-        if (!this->find_tile(x)) return;
+        if constexpr (!kTuning.ping_pong) skip_empty_tiles(x);
+        if (!find_tile(x)) return;
         begin_tile(x);
-        if (consumer == Config::kConsumers - 1) Order::signal_next(consumer);  // consumer 0 starts
+        if (consumer == kConsumers - 1) Order::signal_next(consumer);  // consumer 0 starts
         k_pipeline.consumer_wait(x.k);
         Order::wait(consumer);
         issue_scores(x);
@@ -286,14 +275,14 @@ struct Fa3Forward : Fa3ForwardTiles<Config> {
         while (true) {
             bool new_tile = this->advance(x);
             if (new_tile) {
-                if (!this->find_tile(x)) break;
+                if (!find_tile(x)) break;
                 begin_tile(x);
             }
             iterate<false>(x, rP[0], rP[kMaskedSteps == 1 ? 0 : kNext], new_tile);
             if constexpr (kMaskedSteps == 2) {
                 new_tile = this->advance(x);
                 if (new_tile) {
-                    if (!this->find_tile(x)) {
+                    if (!find_tile(x)) {
                         odd = true;
                         break;
                     }
@@ -331,10 +320,10 @@ cudaError_t fa3_forward(const ForwardParams& params, const ForwardKernel& kernel
     constexpr OptionSets kSets = row_of(tuning::kFa3Forward, {kHeadDim, kHeadDimV}).options;
     return dispatch_kernel<kSets>(params, kernel, [&](auto element, auto options) {
         return dispatch<kFewQueries, kUsual, kLongKeys>(kernel.tile, [&](auto tile) {
-            using Config =
-                Fa3ForwardConfig<decltype(element), kHeadDim, kHeadDimV, options.value,
-                                 tuning::fa3_forward({kHeadDim, kHeadDimV}, options.value, tile)>;
-            return launch_fa3_forward<Fa3Forward<Config>>(params, kernel.sms, stream);
+            using Kernel =
+                Fa3Forward<decltype(element), kHeadDim, kHeadDimV, options.value,
+                           tuning::fa3_forward({kHeadDim, kHeadDimV}, options.value, tile)>;
+            return launch_fa3_forward<Kernel>(params, kernel.sms, stream);
         });
     });
 }

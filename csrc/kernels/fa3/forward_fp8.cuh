@@ -32,59 +32,53 @@
 
 namespace flash_ext {
 
+static __device__ const float kNoDescale = 1.f;
+
 template <class QKElement, int kHeadDim, int kHeadDimV, OptionSet kOptions,
           tuning::Fa3Forward kTuning>
-struct Fa3ForwardFp8Config
-    : Fa3ForwardTileConfig<Float8, QKElement, kHeadDim, kHeadDimV, kOptions, kTuning> {
-    using Tiles = typename Fa3ForwardFp8Config::Fa3ForwardTileConfig;
-    static_assert(Tiles::kPingPong);
-    static constexpr bool kScaledScores = true;  // with the descales, in the softmax
+struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, kOptions, kTuning> {
+    using Tiles = typename Fa3ForwardFp8::Fa3ForwardTiles;
+    using Tiles::consumer, Tiles::elected, Tiles::end_work_tile, Tiles::find_tile,
+        Tiles::full_tiles, Tiles::group, Tiles::head_k, Tiles::k_pipeline, Tiles::kBlockKV,
+        Tiles::kConsumers, Tiles::params, Tiles::q_pipeline, Tiles::query_of, Tiles::release,
+        Tiles::release_and_advance, Tiles::v_pipeline, Tiles::warp_row, Tiles::work_tiles;
+    using typename Tiles::KTile, typename Tiles::Order, typename Tiles::Output,
+        typename Tiles::QTile, typename Tiles::VPipeline, typename Tiles::VTile,
+        typename Tiles::WorkTileState;
+    static_assert(kTuning.ping_pong);
     static constexpr bool kInt8 = std::is_same_v<QKElement, Int8>;
     static constexpr int kProducerRegisters = kTuning.transposer_registers;
     static constexpr int kConsumerRegisters = Tiles::consumer_registers(kProducerRegisters);
     static constexpr int kTransposers = 2;  // warps of the first warpgroup that transpose V
     static constexpr int kPartialCols = kTuning.partial_cols;  // of O that one P V computes
 
-    using TransposedVTile = SharedTile<Float8, kHeadDimV, Tiles::kBlockKV>;
+    using TransposedVTile = SharedTile<Float8, kHeadDimV, kBlockKV>;
     // What TMA loads; it is transposed from here to a stage of VPipeline.
-    using RowMajorVPipeline = Pipeline<2, Tiles::VTile::kBytes>;
+    using RowMajorVPipeline = Pipeline<2, VTile::kBytes>;
+    using Scores = RegisterTile<16, kBlockKV, std::conditional_t<kInt8, int, float>>;
+    // Floats in the registers of scores, also of int8.
+    using Floats = std::conditional_t<kInt8, FloatScoresAsBits, FloatScores>;
+    using Softmax = Fp8Softmax<kBlockKV, (kHeadDim <= 128)>;
+    using Probabilities = typename Softmax::Probabilities;
 
     struct SharedStorage : Tiles::SharedStorage {
         typename RowMajorVPipeline::Barriers v_row_major_barriers;
         // How far each consumer thread has cooled its two rows (fp8_softmax.cuh), in powers of two.
-        uint8_t cooling[Tiles::kConsumers * 128][2];
+        uint8_t cooling[kConsumers * 128][2];
         alignas(1024) typename RowMajorVPipeline::Stages v_row_major;
     };
-};
 
-static __device__ const float kNoDescale = 1.f;
+    SharedStorage& storage = shared_storage<SharedStorage>();
 
-template <class Config>
-struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
-    using Tiles = Fa3ForwardTiles<Config>;
-    using RowMajorVPipeline = typename Config::RowMajorVPipeline;
-    using Scores =
-        RegisterTile<16, Config::kBlockKV, std::conditional_t<Config::kInt8, int, float>>;
-    // Floats in the registers of scores, also of int8.
-    using Floats = std::conditional_t<Config::kInt8, FloatScoresAsBits, FloatScores>;
-    using Softmax = Fp8Softmax<Config::kBlockKV, (Config::kHeadDim <= 128)>;
-    using Probabilities = typename Softmax::Probabilities;
-    using Tiles::consumer, Tiles::elected, Tiles::full_tiles, Tiles::group, Tiles::k_pipeline,
-        Tiles::params, Tiles::q_pipeline, Tiles::query_of, Tiles::release,
-        Tiles::release_and_advance, Tiles::storage, Tiles::v_pipeline, Tiles::warp_row,
-        Tiles::work_tiles;
-    using typename Tiles::KTile, typename Tiles::Order, typename Tiles::Output,
-        typename Tiles::QTile, typename Tiles::VPipeline, typename Tiles::VTile,
-        typename Tiles::WorkTileState;
-
-    using Tiles::Tiles;
+    __device__ __forceinline__ explicit Fa3ForwardFp8(const Fa3ForwardParams& p)
+        : Tiles(p, shared_storage<SharedStorage>()) {}
 
     // Is O stored while the next Q tile's first scores are computed? That costs registers.
     // Otherwise the softmax is kept, and O is stored in the next iteration.
-    static constexpr bool kOverlapsStore = Config::kHeadDim <= 128;
+    static constexpr bool kOverlapsStore = kHeadDim <= 128;
 
     // Has the KV tile keys of two blocks of descales?
-    static constexpr bool kTwoKScales = kDescaleRows % Config::kBlockKV != 0;
+    static constexpr bool kTwoKScales = kDescaleRows % kBlockKV != 0;
 
     __device__ __forceinline__ RowMajorVPipeline row_major_v() const {
         return {storage.v_row_major, storage.v_row_major_barriers};
@@ -92,8 +86,8 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
 
     __device__ __forceinline__ void init() const {
         // Q's producer and the warps that transpose read work tiles.
-        this->init_pipelines(Config::kTransposers, 1 + Config::kTransposers);
-        row_major_v().init(Config::kTransposers);
+        this->init_pipelines(kTransposers, 1 + kTransposers);
+        row_major_v().init(kTransposers);
     }
 
     // --- Producers ---
@@ -101,16 +95,17 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
     __device__ __forceinline__ void produce() const {
         typename RowMajorVPipeline::State v;
         const auto load_v = [&](const QueryTile& tile, int first_key) {
-            const TensorRows rows =
-                this->key_rows(params.v, tile.sequence, this->head_k(tile.head));
-            load_tile<VTile, Config::kKVBoxRows>(row_major_v(), v, params.v_map, rows, first_key);
+            const KeyRows keys = key_rows(params, tile.sequence);
+            load_tile<VTile, kKVBoxRows>(
+                row_major_v(), v, params.v_map,
+                keys.tensor_rows<Element>(params.v, this->head_k(tile.head), first_key), first_key);
             v.advance();
         };
         if (warp_id() == 0) this->produce_k(load_v);
         if (warp_id() == 3) this->produce_q();
     }
     __device__ __forceinline__ void produce_by_warps() const {
-        if (warp_id() > 0 && warp_id() <= Config::kTransposers) transpose_v();
+        if (warp_id() > 0 && warp_id() <= kTransposers) transpose_v();
     }
 
     // Transposes V tiles, by all lanes of kTransposers warps.
@@ -129,8 +124,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
             for (int i = 0; i < tiles; ++i) {
                 source.consumer_wait(from);
                 v_pipeline.producer_acquire(to);
-                transpose_fp8<VTile, typename Config::TransposedVTile, Config::kTransposers,
-                              Config::kProducerRegisters <= 40>(
+                transpose_fp8<VTile, TransposedVTile, kTransposers, kProducerRegisters <= 40>(
                     source.stage(from), v_pipeline.stage(to), warp_id() - 1);
                 ptx::fence_proxy_async();  // wgmma will read what was stored
                 __syncwarp();
@@ -172,7 +166,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
     __device__ __forceinline__ const float* descales_of(const Descale& x, const QueryTile& tile,
                                                         int head_q) const {
         if (x.data == nullptr || tile.sequence.seqlen_k == 0) return &kNoDescale;
-        const int head = x.by_query_head ? head_q : this->head_k(head_q);
+        const int head = x.by_query_head ? head_q : head_k(head_q);
         return x.data + tile.sequence.index() * x.batch_stride + head * x.head_stride;
     }
 
@@ -188,18 +182,17 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
 
     // The factors of this lane's two rows, without the keys' factors, and where K's descales are.
     __device__ __forceinline__ void begin_scales(State& x, const QueryTile& tile) const {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const int row = warp_row() + lane_row() + 8 * i;
+        for_each_row<16>([&](int, int i, int lane_row) {
+            const int row = warp_row() + lane_row;
             const int head = tile.head + min_of(this->head_of(row), group() - 1);
             const float* source = descales_of(params.q_descale, tile, head);
             const int block =
                 min_of(query_of(tile, row) / kDescaleRows, last_block(source, params.q_descale));
             x.q_scale[i] = __ldg(source + block * params.q_descale.last_stride);
             x.q_scale[i] *= fabsf(params.scale_log2);
-        }
-        constexpr float kLargest = Config::kInt8 ? 128.f : 448.f;  // element of Q and K
-        x.scale_limit = Softmax::kLargeMax / (kLargest * kLargest * Config::kHeadDim);
+        });
+        constexpr float kLargest = kInt8 ? 128.f : 448.f;  // element of Q and K
+        x.scale_limit = Softmax::kLargeMax / (kLargest * kLargest * kHeadDim);
         x.k_descales = descales_of(params.k_descale, tile, tile.head);
         x.last_k_block = last_block(x.k_descales, params.k_descale);
     }
@@ -210,7 +203,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
             return __ldg(x.k_descales +
                          min_of(block, x.last_k_block) * params.k_descale.last_stride);
         };
-        const int first_key = VisibleTiles::tile(x.kv_tile) * Config::kBlockKV;
+        const int first_key = work_tiles[x.tile].kv_tiles.tile(x.kv_tile) * kBlockKV;
         const int block = first_key / kDescaleRows;
         x.k_scale[0] = load(block);
         if constexpr (kTwoKScales) {
@@ -271,11 +264,9 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
 #pragma unroll
         for (int n = 0; n < Output::kN; ++n, source += 8 * stride)
             if (8 * n < columns) {
-                const float x = __ldg(source), y = __ldg(source + stride);
-                rO.v[0][n][0] *= x;
-                rO.v[0][n][1] *= y;
-                rO.v[0][n][2] *= x;
-                rO.v[0][n][3] *= y;
+                const float factors[2] = {__ldg(source), __ldg(source + stride)};
+                for (int e = 0; e < 2; ++e)
+                    rO.map_column(n, e, [&](float x) { return x * factors[e]; });
             }
     }
 
@@ -283,21 +274,20 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
 
     // P V occupies the registers of the first keys' scores (add_output()), so the scores of the
     // others are a wgmma of their own.
-    static constexpr int kFirstKeys = min_of(Config::kBlockKV, Config::kPartialCols);
-    static constexpr int kOtherKeys = Config::kBlockKV - kFirstKeys;
+    static constexpr int kFirstKeys = min_of(kBlockKV, kPartialCols);
+    static constexpr int kOtherKeys = kBlockKV - kFirstKeys;
 
     // Starts S = Q K^T, of kKeys keys from kFirstKey of the tile on, if there are any.
     template <int kFirstKey, int kKeys>
     __device__ __forceinline__ void issue_scores(State& x) const {
         if constexpr (kKeys > 0) {
             // Q stays in place for many iterations.
-            constexpr bool kPinned = Config::kHeadDim > 128;
+            constexpr bool kPinned = kHeadDim > 128;
             const KMajor<QTile, kPinned> q_rows(q_pipeline.stage(x.q), consumer * 64);
             const auto k_rows =
                 this->template operand<KMajor<KTile, false>>(k_pipeline, x.k, kFirstKey);
-            using Part = RegisterTile<16, kKeys, typename Scores::Number>;
-            gemm_async<typename Config::QKElement, Config::kHeadDim>(
-                reinterpret_cast<Part&>(x.rS.v[0][kFirstKey / 8]), q_rows, k_rows, false);
+            gemm_async<QKElement, kHeadDim>(x.rS.template columns<kKeys>(kFirstKey), q_rows, k_rows,
+                                            false);
         }
     }
 
@@ -307,37 +297,24 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
     template <bool kStartScores>
     __device__ __forceinline__ void add_output(State& x, const Probabilities& rP,
                                                bool accumulate) const {
-        using Partial = RegisterTile<16, Config::kPartialCols, typename Scores::Number>;
-        static_assert(sizeof(Partial) <= sizeof(Scores));
-        Partial& rPartial = reinterpret_cast<Partial&>(x.rS);
-        constexpr int kParts = Config::kHeadDimV / Config::kPartialCols;
+        static_assert(kPartialCols <= kBlockKV);
+        auto& rPartial = x.rS.template columns<kPartialCols>(0);
+        constexpr int kParts = kHeadDimV / kPartialCols;
         compile_time_for<kParts>([&](auto i) {
-            constexpr int kFirst = i * Config::kPartialCols;
+            constexpr int kFirst = i * kPartialCols;
             constexpr bool kBeside = kStartScores && i == kParts - 1;
-            const KMajor<typename Config::TransposedVTile, false> v_columns(v_pipeline.stage(x.v),
-                                                                            kFirst);
-            gemm_async<Float8, Config::kBlockKV>(rPartial, rP, v_columns, false);
+            const KMajor<TransposedVTile, false> v_columns(v_pipeline.stage(x.v), kFirst);
+            gemm_async<Float8, kBlockKV>(rPartial, rP, v_columns, false);
             if (kBeside) issue_scores<kFirstKeys, kOtherKeys>(x);
             ptx::wgmma_wait<(kBeside && kOtherKeys > 0)>();
             warpgroup_fence(rPartial);
-#pragma unroll
-            for (int n = 0; n < Partial::kN; ++n)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    float& sum = x.rO.v[0][kFirst / 8 + n][e];
-                    const float y = Floats::value(rPartial.v[0][n][e]);
-                    sum = accumulate ? sum + y : y;
-                }
+            x.rO.template columns<kPartialCols>(kFirst).map(
+                [&](float sum, auto partial) {
+                    const float y = Floats::value(partial);
+                    return accumulate ? sum + y : y;
+                },
+                rPartial);
         });
-    }
-
-    template <class Target, class Source, class Function>
-    static __device__ __forceinline__ void convert(Target& target, const Source& source,
-                                                   Function function) {
-#pragma unroll
-        for (int n = 0; n < Scores::kN; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) target.v[0][n][i] = function(source.v[0][n][i]);
     }
 
     // P from the complete scores. new_tile: they are the first of a Q tile, whose softmax begins.
@@ -348,16 +325,16 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
         if (Tiles::kReleaseEarly && !kUnmasked && x.kv_tile == x.first_kv_tile)
             release_and_advance(q_pipeline, x.q);
         if constexpr (!kUnmasked) {
-            RegisterTile<16, Config::kBlockKV> scores;
-            convert(scores, x.rS, [](auto score) { return static_cast<float>(score); });
+            RegisterTile<16, kBlockKV> scores;
+            scores.map([](float, auto score) { return static_cast<float>(score); }, x.rS);
             if (is_negative()) [[unlikely]]
                 scores.scale(-1.f);
             this->template finish_scores<false>(scores, x);
-            convert(x.rS, scores, Floats::bits);
+            x.rS.map([](auto, float score) { return Floats::bits(score); }, scores);
         }
         const bool fresh = !kUnmasked && new_tile;
         if (fresh) x.softmax = this->template begin_softmax<Softmax>(work_tiles[x.tile]);
-        using Form = std::conditional_t<Config::kInt8 && kUnmasked, IntegerScores, Floats>;
+        using Form = std::conditional_t<kInt8 && kUnmasked, IntegerScores, Floats>;
         const ScoreScale<!kUnmasked> scale{x};
         if (x.may_be_large) [[unlikely]]
             cool<Form>(x, scale);
@@ -370,7 +347,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
             x.rescaling.apply(x.rO);
         } else if (x.output_pending) {
             store(x.rO, x.prev_softmax, work_tiles[x.output_tile]);
-            this->end_work_tile(x.output_tile);
+            end_work_tile(x.output_tile);
         }
     }
 
@@ -396,7 +373,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
 
     __device__ __forceinline__ void begin_tile(State& x) const {
         const QueryTile& tile = work_tiles[x.tile];
-        x.full_tiles = is_negative() ? VisibleTiles{0, 0} : full_tiles(tile);
+        x.full_tiles = is_negative() ? Interval{0, 0} : full_tiles(tile);
         begin_scales(x, tile);
         q_pipeline.consumer_wait(x.q);
     }
@@ -432,7 +409,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
         load_k_scales(x);
         if (kOverlapsStore && new_tile) {
             store(x.rO, x.softmax, work_tiles[x.output_tile]);
-            this->end_work_tile(x.output_tile);
+            end_work_tile(x.output_tile);
         }
         auto next_k = x.k;
         next_k.advance();
@@ -453,9 +430,9 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
         Probabilities rP;
 
         cooling(0) = cooling(1) = 0;
-        if (!this->find_tile(x)) return;
+        if (!find_tile(x)) return;
         begin_tile(x);
-        if (consumer == Config::kConsumers - 1) Order::signal_next(consumer);  // consumer 0 starts
+        if (consumer == kConsumers - 1) Order::signal_next(consumer);  // consumer 0 starts
         k_pipeline.consumer_wait(x.k);
         Order::wait(consumer);
         issue_scores<kFirstKeys, kOtherKeys>(x);
@@ -468,7 +445,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
         while (true) {  // ends where find_tile() says so, as in forward.cuh
             const bool new_tile = advance(x);
             if (new_tile) {
-                if (!this->find_tile(x)) break;
+                if (!find_tile(x)) break;
                 begin_tile(x);
             }
             iterate<false>(x, rP, new_tile);
@@ -496,9 +473,8 @@ cudaError_t fa3_forward_fp8(const ForwardParams& params, const ForwardKernel& ke
         return dispatch<kFewQueries, kUsual>(kernel.tile, [&](auto tile) {
             constexpr tuning::Fa3Forward kTuning =
                 tuning::fa3_forward_fp8({kHeadDim, kHeadDimV}, options.value, tile);
-            using Config =
-                Fa3ForwardFp8Config<QKElement, kHeadDim, kHeadDimV, options.value, kTuning>;
-            return launch_fa3_forward<Fa3ForwardFp8<Config>>(params, kernel.sms, stream);
+            using Kernel = Fa3ForwardFp8<QKElement, kHeadDim, kHeadDimV, options.value, kTuning>;
+            return launch_fa3_forward<Kernel>(params, kernel.sms, stream);
         });
     });
 }

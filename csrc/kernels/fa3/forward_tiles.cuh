@@ -37,30 +37,28 @@ FLASH_HOST_DEVICE TensorView with_heads_as_rows(const TensorView& q) {
 }
 
 // Element is V's, QKElement Q's and K's.
-template <class Element_, class QKElement_, int kHeadDim_, int kHeadDimV_, OptionSet kOptions_,
+template <class Element, class QKElement, int kHeadDim_, int kHeadDimV, OptionSet kOptions,
           tuning::Fa3Forward kTuning>
-struct Fa3ForwardTileConfig {
-    using Element = Element_;
-    using QKElement = QKElement_;
+struct Fa3ForwardTiles : Fa3Cta<Fa3ForwardParams, QueryTile, kTuning.consumers> {
+    using Cta = typename Fa3ForwardTiles::Fa3Cta;
+    using Cta::group, Cta::head_k, Cta::kConsumers, Cta::params, Cta::release_and_advance,
+        Cta::work_tiles;
+    using typename Cta::WorkTiles, typename Cta::WorkTileState;
     static_assert(sizeof(Element) == sizeof(QKElement));
-    using Params = Fa3ForwardParams;
-    static constexpr OptionSet kOptions = kOptions_;
     static constexpr bool kMayHaveSplits =
         contains(kOptions, OptionSet::kSplits);  // and packed GQA
     static constexpr int kHeadDim = kHeadDim_;
-    static constexpr int kHeadDimV = kHeadDimV_;
-    static constexpr int kConsumers = kTuning.consumers;
-    static constexpr int kThreads = (kConsumers + 1) * 128;
     static constexpr int kBlockQ = kConsumers * 64;
     static_assert(kBlockQ >= tuning::kForwardBlockQ);
     static_assert(!kMayHaveSplits || kBlockQ == tuning::kForwardBlockQ);
     static constexpr int kBlockKV = kTuning.block_kv;
-    static constexpr bool kPingPong = kTuning.ping_pong;
     static constexpr int kFetchAhead = 2;  // K tiles still to follow when a Q tile is fetched
+    // Are scores multiplied by their scale before the softmax?
+    static constexpr bool kScaledScores = changes_scores(kOptions) || sizeof(Element) == 1;
 
     // What the launch gives a CTA of this size, divided again by setmaxnreg.
     static constexpr int consumer_registers(int producer_registers) {
-        const int at_launch = 65536 / kThreads / 8 * 8;
+        const int at_launch = 65536 / Cta::kThreads / 8 * 8;
         return (at_launch * (kConsumers + 1) - producer_registers) / kConsumers / 8 * 8;
     }
 
@@ -78,8 +76,10 @@ struct Fa3ForwardTileConfig {
     using QPipeline = Pipeline<kTuning.q_stages, QTile::kBytes>;
     using KPipeline = Pipeline<kTuning.k_stages, KTile::kBytes>;
     using VPipeline = Pipeline<kTuning.v_stages, VTile::kBytes>;
-    using WorkTiles = WorkTilePipeline<QueryTile>;
+    using Output = RegisterTile<16, kHeadDimV>;
+    using Order = PingPong<kConsumers, kTuning.ping_pong>;
 
+    // Kernels derive theirs from it.
     struct SharedStorage {
         typename QPipeline::Stages q;
         typename KPipeline::Stages k;
@@ -89,38 +89,22 @@ struct Fa3ForwardTileConfig {
         typename VPipeline::Barriers v_barriers;
         typename WorkTiles::Storage work_tiles;
     };
-};
 
-template <class Config_>
-struct Fa3ForwardTiles : Fa3Cta<Config_> {
-    using Config = Config_;
-    using QTile = typename Config::QTile;
-    using KTile = typename Config::KTile;
-    using VTile = typename Config::VTile;
-    using QPipeline = typename Config::QPipeline;
-    using KPipeline = typename Config::KPipeline;
-    using VPipeline = typename Config::VPipeline;
-    using Output = RegisterTile<16, Config::kHeadDimV>;
-    using Order = PingPong<Config::kConsumers, Config::kPingPong>;
-    using Cta = Fa3Cta<Config>;
-    using Cta::group, Cta::params, Cta::release_and_advance, Cta::storage, Cta::work_tiles;
-    using typename Cta::WorkTileState;
-
-    int consumer;  // index of this thread's warpgroup among the consumers
+    // Index of this thread's warpgroup among the consumers.
+    int consumer = ptx::warp_uniform(threadIdx.x / 128) - 1;
     QPipeline q_pipeline;
     KPipeline k_pipeline;
     VPipeline v_pipeline;
 
-    __device__ __forceinline__ explicit Fa3ForwardTiles(const Fa3ForwardParams& p)
-        : Cta(p),
-          consumer(ptx::warp_uniform(threadIdx.x / 128) - 1),
+    __device__ __forceinline__ Fa3ForwardTiles(const Fa3ForwardParams& p, SharedStorage& storage)
+        : Cta(p, storage.work_tiles),
           q_pipeline(storage.q, storage.q_barriers),
           k_pipeline(storage.k, storage.k_barriers),
           v_pipeline(storage.v, storage.v_barriers) {}
 
     // producers_of_v: arrivals that fill a V stage; tile_readers: producers that read work tiles.
     __device__ __forceinline__ void init_pipelines(int producers_of_v, int tile_readers) const {
-        constexpr int kReaders = Config::kConsumers * 4;
+        constexpr int kReaders = kConsumers * 4;
         ptx::prefetch_tensor_map(params.q_map);
         ptx::prefetch_tensor_map(params.k_map);
         ptx::prefetch_tensor_map(params.v_map);
@@ -133,7 +117,7 @@ struct Fa3ForwardTiles : Fa3Cta<Config_> {
     // --- The rows of a Q tile: queries, or the heads of a group ---
 
     __device__ __forceinline__ int pack_gqa_log2() const {
-        return Config::kMayHaveSplits ? params.pack_gqa_log2 : 0;
+        return kMayHaveSplits ? params.pack_gqa_log2 : 0;
     }
     __device__ __forceinline__ int query_of(const QueryTile& tile, int row) const {
         return tile.first_query + (row >> pack_gqa_log2());
@@ -152,13 +136,13 @@ struct Fa3ForwardTiles : Fa3Cta<Config_> {
 
     __device__ __forceinline__ void describe_next(QueryTile& tile, int linear) const {
         WorkTile work = work_tile(linear, params.schedule);
-        if constexpr (Config::kMayHaveSplits) {
+        if constexpr (kMayHaveSplits) {
             tile.split = work.tile_index % params.num_splits;
             work.tile_index /= params.num_splits;
             if (pack_gqa_log2() > 0) work.head *= group();  // the first head of the group
         }
-        describe<Config>(tile, params, work, Config::kBlockQ >> pack_gqa_log2());
-        if constexpr (Config::kMayHaveSplits)
+        describe<Fa3ForwardTiles>(tile, params, work, kBlockQ >> pack_gqa_log2());
+        if constexpr (kMayHaveSplits)
             tile.kv_tiles = split_of(tile.kv_tiles, tile.split, params.num_splits);
         // A tile without keys takes one iteration, too: all its scores are hidden, and TMA fills K
         // and V with zeros.
@@ -187,15 +171,16 @@ struct Fa3ForwardTiles : Fa3Cta<Config_> {
         work_tiles.produce(
             linear, total, fetch, [&](QueryTile& tile, int linear) { describe_next(tile, linear); },
             [&](const QueryTile& tile, const WorkTileState&) {
-                const TensorRows rows =
-                    this->key_rows(params.k, tile.sequence, this->head_k(tile.head));
+                const KeyRows keys = key_rows(params, tile.sequence);
+                const int head = this->head_k(tile.head);
                 const VisibleTiles kv = tile.kv_tiles;
                 int next = 0;
                 for (int i = kv.end - 1; i >= kv.begin; --i) {
-                    if (i == min_of(kv.end - 1, kv.begin + Config::kFetchAhead)) next = fetch();
-                    const int first_key = kv.tile(i) * Config::kBlockKV;
-                    load_tile<KTile, Config::kKVBoxRows>(k_pipeline, k, params.k_map, rows,
-                                                         first_key);
+                    if (i == min_of(kv.end - 1, kv.begin + kFetchAhead)) next = fetch();
+                    const int first_key = kv.tile(i) * kBlockKV;
+                    load_tile<KTile, kKVBoxRows>(
+                        k_pipeline, k, params.k_map,
+                        keys.tensor_rows<Element>(params.k, head, first_key), first_key);
                     k.advance();
                     also_load(tile, first_key);
                 }
@@ -206,11 +191,14 @@ struct Fa3ForwardTiles : Fa3Cta<Config_> {
     __device__ __forceinline__ void produce_v() const {
         typename VPipeline::State v;
         work_tiles.for_each([&](const QueryTile& tile) {
-            const TensorRows rows =
-                this->key_rows(params.v, tile.sequence, this->head_k(tile.head));
-            for (int i = tile.kv_tiles.end - 1; i >= tile.kv_tiles.begin; --i, v.advance())
-                load_tile<VTile, Config::kKVBoxRows>(v_pipeline, v, params.v_map, rows,
-                                                     tile.kv_tiles.tile(i) * Config::kBlockKV);
+            const KeyRows keys = key_rows(params, tile.sequence);
+            const int head = this->head_k(tile.head);
+            for (int i = tile.kv_tiles.end - 1; i >= tile.kv_tiles.begin; --i, v.advance()) {
+                const int first_key = tile.kv_tiles.tile(i) * kBlockKV;
+                load_tile<VTile, kKVBoxRows>(v_pipeline, v, params.v_map,
+                                             keys.tensor_rows<Element>(params.v, head, first_key),
+                                             first_key);
+            }
         });
     }
 
@@ -235,14 +223,14 @@ struct Fa3ForwardTiles : Fa3Cta<Config_> {
     template <class Visit>
     __device__ __forceinline__ void for_each_q_load(const QueryTile& tile, Visit visit) const {
         const Sequence& s = tile.sequence;
-        TensorRows rows = this->query_rows(params.q, s, tile.head);
+        TensorRows rows = query_rows<Element>(params.q, s, tile.head);
 #pragma unroll 1
-        for (int row = 0; row < Config::kBlockQ; row += Config::kQBoxRows) {
+        for (int row = 0; row < kBlockQ; row += kQBoxRows) {
             const int query = query_of(tile, row);
             int first = query;
             if (pack_gqa_log2() > 0) {  // a row of the map is a head
-                rows = tensor_rows<typename Config::Element>(with_heads_as_rows(params.q), s.batch,
-                                                             s.q_begin + query, tile.head, group());
+                rows = tensor_rows<Element>(with_heads_as_rows(params.q), s.batch,
+                                            s.q_begin + query, tile.head, group());
                 first = query < s.seqlen_q ? head_of(row) : group();  // past the end: zeros
             }
             visit(rows, row, first);
@@ -268,7 +256,7 @@ struct Fa3ForwardTiles : Fa3Cta<Config_> {
 
         // The index of the KV tile of the scores: from the last one down to the first.
         int kv_tile{}, first_kv_tile{};
-        VisibleTiles full_tiles{};
+        Interval full_tiles{};                  // indices of the tiles that need no mask
         bool k_ready = false, v_ready = false;  // has a test found the next stage full?
         int skipped_tiles = 0;  // number of the next KV tiles that only other consumers see
 
@@ -303,13 +291,17 @@ struct Fa3ForwardTiles : Fa3Cta<Config_> {
         return last;
     }
 
-    // The KV tiles of which this consumer's rows see every key.
-    __device__ __forceinline__ VisibleTiles full_tiles(const QueryTile& tile) const {
-        const BandMask mask = mask_of(params, tile.sequence);
-        const int first_query = query_of(tile, consumer * 64);
-        const int last_query = min_of(query_of(tile, consumer * 64 + 63), mask.seqlen_q - 1);
-        return {ceil_div(mask.key_range(last_query).begin, Config::kBlockKV),
-                mask.key_range(first_query).end / Config::kBlockKV};
+    // Of this consumer's rows: the index of the last KV tile that they see, and those of the tiles
+    // of which they see every key.
+    __device__ __forceinline__ int last_tile(const QueryTile& tile) const {
+        return tile.kv_tiles.last_seen_by(mask_of(params, tile.sequence), queries_of(tile),
+                                          kBlockKV);
+    }
+    __device__ __forceinline__ Interval full_tiles(const QueryTile& tile) const {
+        return tile.kv_tiles.full_for(mask_of(params, tile.sequence), queries_of(tile), kBlockKV);
+    }
+    __device__ __forceinline__ Interval queries_of(const QueryTile& tile) const {
+        return {query_of(tile, consumer * 64), query_of(tile, consumer * 64 + 63) + 1};
     }
 
     // The operand in a stage: the one in the first stage, moved, if there are registers for its
@@ -318,7 +310,7 @@ struct Fa3ForwardTiles : Fa3Cta<Config_> {
     static __device__ __forceinline__ Operand operand(const Pipeline& pipeline,
                                                       const typename Pipeline::State& state,
                                                       FirstRow... first_row) {
-        if constexpr (Config::kConsumers > 2) {
+        if constexpr (kConsumers > 2) {
             Operand first(pipeline.stages, first_row...);
             first.move(state.stage * Pipeline::kStageBytes);
             return first;
@@ -329,7 +321,7 @@ struct Fa3ForwardTiles : Fa3Cta<Config_> {
 
     // The factor from scores to exponents of 2.
     __device__ __forceinline__ auto exponent_scale() const {
-        if constexpr (Config::kScaledScores) {
+        if constexpr (kScaledScores) {
             return Unscaled{};
         } else {
             return params.scale_log2;
@@ -338,15 +330,14 @@ struct Fa3ForwardTiles : Fa3Cta<Config_> {
 
     // Applies the options, and the mask unless kUnmasked excludes one.
     template <bool kUnmasked, class State>
-    __device__ __forceinline__ void finish_scores(RegisterTile<16, Config::kBlockKV>& rS,
+    __device__ __forceinline__ void finish_scores(RegisterTile<16, kBlockKV>& rS,
                                                   const State& x) const {
         const QueryTile& tile = work_tiles[x.tile];
         const int first_row = warp_row();
-        const int first_key = tile.kv_tiles.tile(x.kv_tile) * Config::kBlockKV;
-        if constexpr (changes_scores(Config::kOptions))
+        const int first_key = tile.kv_tiles.tile(x.kv_tile) * kBlockKV;
+        if constexpr (changes_scores(kOptions))
             // Packed GQA has no ALiBi, which uses first_query.
-            ScoreFunction<typename Config::Element, Rows::kQueries, Config::kOptions>{
-                params, tile.sequence, tile.head}
+            ScoreFunction<Element, Rows::kQueries, kOptions>{params, tile.sequence, tile.head}
                 .apply(rS, tile.first_query + first_row, first_key);
         if (!kUnmasked && (x.kv_tile < x.full_tiles.begin || x.kv_tile >= x.full_tiles.end)) {
             const BandMask mask = mask_of(params, tile.sequence);
@@ -359,16 +350,14 @@ struct Fa3ForwardTiles : Fa3Cta<Config_> {
     template <class Softmax>
     __device__ __forceinline__ Softmax begin_softmax(const QueryTile& tile) const {
         Softmax softmax;
-        const bool first_split = !Config::kMayHaveSplits || tile.split == 0;
+        const bool first_split = !kMayHaveSplits || tile.split == 0;
         if (params.sink == nullptr || !first_split || !tile.sequence.is_owned(params))
             return softmax;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
+        for_each_row<16>([&](int, int i, int row) {
             int head = tile.head;
-            if constexpr (Config::kMayHaveSplits)
-                head += min_of(head_of(warp_row() + lane_row() + 8 * i), group() - 1);
+            if constexpr (kMayHaveSplits) head += min_of(head_of(warp_row() + row), group() - 1);
             softmax.begin_with(params.sink[head] * kLog2e, 0, i);
-        }
+        });
         return softmax;
     }
 
@@ -381,9 +370,8 @@ struct Fa3ForwardTiles : Fa3Cta<Config_> {
         RowRescaling{true, {softmax.inverse_sum(0, 0), softmax.inverse_sum(0, 1)}}.apply(rO);
     }
 
-    // Stores O / l and lse to HBM, or the results of a split. lse_of(i) is the lse of row
-    // lane_row()
-    // + 8 i; with_out_type(store) calls store(element of out). kLast: it is the CTA's last tile.
+    // Stores O / l and lse to HBM, or the results of a split. lse_of(i) is the lse of the lane's
+    // row i; with_out_type(store) calls store(element of out). kLast: it is the CTA's last tile.
     // Only then may the heads of a group be written to out: in the loop the test would cost splits
     // time.
     template <bool kLast, class Softmax, class LseOf, class WithOutType>
@@ -405,9 +393,9 @@ struct Fa3ForwardTiles : Fa3Cta<Config_> {
             return first + int64_t{head} * params.seqlen_q + query;
         };
         // Of the kernels for splits, only one with options may have neither splits nor groups.
-        constexpr bool kForSplits = Config::kMayHaveSplits && !changes_scores(Config::kOptions);
+        constexpr bool kForSplits = kMayHaveSplits && !changes_scores(kOptions);
         constexpr bool kSplits = kForSplits && !kLast, kGroup = kForSplits && kLast;
-        if (kSplits || (Config::kMayHaveSplits && params.o_partial != nullptr)) {
+        if (kSplits || (kMayHaveSplits && params.o_partial != nullptr)) {
             const int64_t first = tile.split * statistics_rows(params) + statistics;
             const int64_t index = index_from(first, row);
             if (has_row && index >= 0)
@@ -442,34 +430,32 @@ struct Fa3ForwardTiles : Fa3Cta<Config_> {
     // Stores 16 rows that need not be adjacent: row_of(row) is where each is, or null.
     template <class RowOf>
     static __device__ __forceinline__ void store_apart(const Output& rO, int cols, RowOf row_of) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            auto* row = row_of(lane_row() + 8 * i);
-            if (row == nullptr) continue;
-#pragma unroll
-            for (int n = 0; n < Output::kN; ++n)
-                if (8 * n < cols)  // a multiple of 8
-                    *reinterpret_cast<uint32_t*>(row + 8 * n + lane_col()) =
-                        ptx::pack<std::remove_pointer_t<decltype(row)>>(rO.v[0][n][2 * i],
-                                                                        rO.v[0][n][2 * i + 1]);
-        }
+        for_each_row<16>([&](int m, int i, int row) {
+            auto* target = row_of(row);
+            if (target == nullptr) return;
+            using OutElement = std::remove_pointer_t<decltype(target)>;
+            rO.for_each_pair_of_row(m, i, [&](float x, float y, int col) {
+                if (col < cols)  // a multiple of 8
+                    *reinterpret_cast<uint32_t*>(target + col + lane_col()) =
+                        ptx::pack<OutElement>(x, y);
+            });
+        });
     }
 };
 
 template <class Kernel>
 cudaError_t launch_fa3_forward(const ForwardParams& call, int sms, cudaStream_t stream) {
-    using Config = typename Kernel::Config;
     Fa3ForwardParams params{call, make_dynamic_scheduler(call.counters)};
     if (params.seqlen_k == 0) {  // a tensor map needs an address, although nothing is read
         params.k.data = params.q.data;
         params.v.data = params.q.data;
     }
     const TensorView q = params.pack_gqa_log2 > 0 ? with_heads_as_rows(params.q) : params.q;
-    for (cudaError_t status : {encode_tensor_map<typename Config::QTile, Config::kQBoxRows>(
+    for (cudaError_t status : {encode_tensor_map<typename Kernel::QTile, Kernel::kQBoxRows>(
                                    params.q_map, q, params.head_dim),
-                               encode_tensor_map<typename Config::KTile, Config::kKVBoxRows>(
+                               encode_tensor_map<typename Kernel::KTile, Kernel::kKVBoxRows>(
                                    params.k_map, params.k, params.head_dim),
-                               encode_tensor_map<typename Config::VTile, Config::kKVBoxRows>(
+                               encode_tensor_map<typename Kernel::VTile, Kernel::kKVBoxRows>(
                                    params.v_map, params.v, params.head_dim_v)})
         if (status != cudaSuccess) return status;
     return launch_fa3<Kernel>(params, cta_count(params.schedule) / params.schedule.tiles_at_once,

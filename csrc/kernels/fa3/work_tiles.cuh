@@ -3,6 +3,7 @@
 #pragma once
 
 #include "plan/tuning.h"
+#include "problem/key_rows.cuh"
 #include "problem/mask.cuh"
 #include "problem/sequences.cuh"
 #include "ptx/uniform.cuh"
@@ -46,9 +47,9 @@ __device__ __forceinline__ VisibleTiles warp_uniform(const VisibleTiles& tiles) 
 // Describes a Q tile of `queries` queries. The last tile of a sequence comes first: under a causal
 // mask it is the longest. For a padding tile first_query is negative. Members are written one by
 // one, since producers have few registers.
-template <class Config>
+template <class Kernel>
 __device__ __forceinline__ void describe(QueryTile& query_tile, const AttentionParams& params,
-                                         const WorkTile& work, int queries = Config::kBlockQ) {
+                                         const WorkTile& work, int queries = Kernel::kBlockQ) {
     query_tile.head = work.head;
     const SequenceTile tile =
         tile_of<true, Rows::kQueries>(params, work.batch, work.tile_index, queries);
@@ -56,25 +57,24 @@ __device__ __forceinline__ void describe(QueryTile& query_tile, const AttentionP
     query_tile.sequence = s;
     const int first_query = (ceil_div(s.seqlen_q, queries) - 1 - tile.tile) * queries;
     query_tile.first_query = first_query;
-    query_tile.kv_tiles = tiles_of(mask_of(params, s).keys_of({first_query, first_query + queries}),
-                                   Config::kBlockKV);
+    query_tile.kv_tiles = VisibleTiles::of_queries(
+        mask_of(params, s), {first_query, first_query + queries}, Kernel::kBlockKV);
 }
 
 // Describes a KV tile. For a padding tile first_key is not written.
-template <class Config>
+template <class Kernel>
 __device__ __forceinline__ void describe(KeyTile& key_tile, const AttentionParams& params,
                                          const WorkTile& work) {
     key_tile.head = work.head;
     const SequenceTile tile =
-        tile_of<true, Rows::kKeys>(params, work.batch, work.tile_index, Config::kBlockKV);
+        tile_of<true, Rows::kKeys>(params, work.batch, work.tile_index, Kernel::kBlockKV);
     const Sequence& s = tile.sequence;
     key_tile.sequence = s;
-    const int first_key = tile.tile * Config::kBlockKV;
+    const int first_key = tile.tile * Kernel::kBlockKV;
     if (first_key >= s.rows_k) return;
     key_tile.first_key = first_key;
-    Interval queries = mask_of(params, s).queries_of({first_key, first_key + Config::kBlockKV});
-    if (first_key >= s.seqlen_k) queries.end = 0;  // past seqused_k
-    key_tile.q_tiles = tiles_of(queries, Config::kBlockQ);
+    key_tile.q_tiles = VisibleTiles::of_keys<true>(
+        mask_of(params, s), {first_key, first_key + Kernel::kBlockKV}, Kernel::kBlockQ);
 }
 
 // The work-tile pipeline. One producer fetches tiles and describes them; the other producers and
@@ -161,12 +161,11 @@ struct WorkTilePipeline {
     }
 };
 
-// Where the K or V of a head (of dK and dV, so of a part of a group) is, for TMA.
+// Where the queries of a sequence are, for TMA.
 template <class Element>
-__device__ __forceinline__ TensorRows shared_key_rows(const BackwardParams& params,
-                                                      const TensorView& view, const Sequence& s,
-                                                      int head) {
-    return tensor_rows<Element>(view, s.batch, head / params.parts, s.k_begin, s.seqlen_k);
+__device__ __forceinline__ TensorRows query_rows(const TensorView& view, const Sequence& s,
+                                                 int head) {
+    return tensor_rows<Element>(view, s.batch, head, s.q_begin, s.seqlen_q);
 }
 
 // A warp's rows of dK or dV, from row `row` of the KV tile on.

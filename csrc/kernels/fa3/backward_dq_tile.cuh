@@ -1,5 +1,5 @@
-// The parameters of the FA3 backward, and its config: tiles, pipelines and shared memory; and dQ's
-// tile: which part of it a consumer has, the order of its fragments, and the way to dQ.
+// A Q tile's dQ in the FA3 backward: which part of it a consumer has, the order of its fragments in
+// the workspace, and the postprocess pass, which converts it.
 #pragma once
 
 #include <type_traits>
@@ -144,67 +144,6 @@ struct Fa3DQTile {
         }
         __syncthreads();
     }
-};
-
-struct Fa3BackwardParams : Fa3BackwardMaps {
-    // The number of heads (of all batches) by which a head's first KV tile comes before its other
-    // tiles. 0: all tiles of a head are in order.
-    int lead;
-};
-
-template <class Element_, int kHeadDim_, int kHeadDimV_, OptionSet kOptions_,
-          tuning::Fa3Backward kTuning_>
-struct Fa3BackwardConfig {
-    using Element = Element_;
-    using Params = Fa3BackwardParams;
-    static constexpr tuning::Fa3Backward kTuning = kTuning_;
-    static constexpr OptionSet kOptions = kOptions_;
-    static constexpr int kHeadDim = kHeadDim_;
-    static constexpr int kHeadDimV = kHeadDimV_;
-    static constexpr int kConsumers = 2;
-    static constexpr int kThreads = (kConsumers + 1) * 128;
-    static constexpr int kBlockQ = kTuning.block_q;
-    static constexpr int kBlockKV = tuning::kFa3BackwardBlockKV;
-    static_assert(kBlockKV == 64 * kConsumers);
-    static_assert(!(kTuning.by_matmul() && changes_scores(kOptions)));
-    using Statistic = std::conditional_t<kTuning.by_matmul(), StatisticsRow, float>;
-    static constexpr int kProducerRegisters = 24;
-    static constexpr int kConsumerRegisters = 240;
-
-    using QTile = SharedTile<Element, kBlockQ, kHeadDim>;
-    using DOTile = SharedTile<Element, kBlockQ, kHeadDimV>;
-    using KTile = SharedTile<Element, kBlockKV, kHeadDim>;
-    using VTile = SharedTile<Element, kBlockKV, kHeadDimV>;
-    using QPipeline = Pipeline<kTuning.q_stages, QTile::kBytes>;
-    using DOPipeline = Pipeline<kTuning.do_stages, DOTile::kBytes>;
-    using KPipeline = Pipeline<1, KTile::kBytes>;
-    using VPipeline = Pipeline<1, VTile::kBytes>;
-    using WorkTiles = WorkTilePipeline<KeyTile>;
-
-    // dQ^T takes dS^T as B. Rows are then queries: the keys of a consumer fill atoms of 128 bytes.
-    using DSTile = std::conditional_t<kTuning.transpose_dq, SharedTile<Element, kBlockQ, kBlockKV>,
-                                      SharedTile<Element, kBlockKV, kBlockQ>>;
-    using DQTile = Fa3DQTile<Element, kHeadDim, kBlockQ, kTuning.transpose_dq>;
-    using DQPipeline = Pipeline<1, 64 * 4 * DQTile::Fragments::kCols>;  // one per consumer
-
-    struct SharedStorage {
-        typename KPipeline::Stages k;
-        typename VPipeline::Stages v;  // after K: see Fa3DQTile
-        typename QPipeline::Stages q;
-        typename DOPipeline::Stages dout;
-        char ds[2][DSTile::kBytes];
-        // Not last: compute-sanitizer takes a RowNumbers operand for twice as long as it is.
-        Statistic lse[QPipeline::kStages][kBlockQ];
-        Statistic minus_delta[DOPipeline::kStages][kBlockQ];
-        typename DQPipeline::Stages dq[kConsumers];
-        typename QPipeline::Barriers q_barriers;
-        typename DOPipeline::Barriers do_barriers;
-        typename KPipeline::Barriers k_barriers;
-        typename VPipeline::Barriers v_barriers;
-        typename DQPipeline::Barriers dq_barriers[kConsumers];
-        uint64_t ds_barriers[2];
-        typename WorkTiles::Storage work_tiles;
-    };
 };
 
 }  // namespace flash_ext
