@@ -256,11 +256,16 @@ def _pieces(call: cost.Call, machine: cost.Machine, heads: int, backward: bool) 
     return cost.gathering(call, machine, backward).pieces(heads, returns=backward)
 
 
+@lru_cache(maxsize=64)
+def _exchanged(call: cost.Call, machine: cost.Machine, heads: int) -> tuple[int, ...]:
+    """The same of Ulysses, whose pieces are those of both passes."""
+    return cost.exchanging(call, machine).pieces(heads, returns=True)
+
+
 def _ulysses(
     transport: Transport, inner: Core, q: Tensor, k: Tensor, call: cost.Call, machine: cost.Machine
 ) -> Ulysses:
     copies = key_head_copies(q.shape[2], k.shape[2], transport.ranks)
     assert copies is not None, "unsupported_reason says when"
     heads = k.shape[2] * copies // transport.ranks
-    pieces = cost.exchanging(call, machine).pieces(heads, returns=True)
-    return Ulysses(transport, inner, copies, pieces)
+    return Ulysses(transport, inner, copies, _exchanged(call, machine, heads))
