@@ -61,8 +61,8 @@ QuantizeParams check_rows(const Tensor& x, const QuantizeOptions& options) {
     require_contiguous_rows("x", x);
     const int64_t rows = x.size(dims - 3), heads = x.size(dims - 2), head_dim = x.size(dims - 1);
     if (head_dim < 16 || head_dim > tuning::kMaxHeadDim || head_dim % 16 != 0)
-        refuse("x's head dimension", text("a multiple of 16 up to ", tuning::kMaxHeadDim, " on CUDA"),
-               head_dim);
+        refuse("x's head dimension",
+               text("a multiple of 16 up to ", tuning::kMaxHeadDim, " on CUDA"), head_dim);
     if (heads == 0) refuse("x's number of heads", "at least 1", heads);
     if (rows >= int64_t{1} << 29) refuse("x's sequence length", "below 2^29", rows);
     if (varlen && options.cu_seqlens->numel() < 1)
