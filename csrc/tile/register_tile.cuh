@@ -1,4 +1,4 @@
-// Matrices in a warp's registers, and what is done with each of their elements, rows or columns.
+// Matrices in a warp's registers, and what is done with each of their elements or rows.
 //
 // Accumulator layout of mma.m16n8k16 and of wgmma (lane = 4 g + c, g 0..7, c 0..3): element
 // v[m][n][2 i + e] is row 16 m + g + 8 i, column 8 n + 2 c + e. So a lane has rows (m, i), which
@@ -54,15 +54,6 @@ struct RegisterTile {
             for (int n = 0; n < kN; ++n)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) v[m][n][i] = f(v[m][n][i], others.v[m][n][i]...);
-    }
-    // The same for the elements of one column.
-    template <class Function, class... Others>
-    __device__ __forceinline__ void map_column(int n, int e, Function f, const Others&... others) {
-#pragma unroll
-        for (int m = 0; m < kM; ++m)
-#pragma unroll
-            for (int i = 0; i < 2; ++i)
-                v[m][n][2 * i + e] = f(v[m][n][2 * i + e], others.v[m][n][2 * i + e]...);
     }
 
     // visit(x, row, col) for all elements, where row and col count from lane_row() and lane_col().
