@@ -55,15 +55,6 @@ struct RegisterTile {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) v[m][n][i] = f(v[m][n][i], others.v[m][n][i]...);
     }
-    // The same for the elements of one column.
-    template <class Function, class... Others>
-    __device__ __forceinline__ void map_column(int n, int e, Function f, const Others&... others) {
-#pragma unroll
-        for (int m = 0; m < kM; ++m)
-#pragma unroll
-            for (int i = 0; i < 2; ++i)
-                v[m][n][2 * i + e] = f(v[m][n][2 * i + e], others.v[m][n][2 * i + e]...);
-    }
 
     // visit(x, row, col) for all elements, where row and col count from lane_row() and lane_col().
     template <class Visit>

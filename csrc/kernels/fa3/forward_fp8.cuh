@@ -264,9 +264,11 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
 #pragma unroll
         for (int n = 0; n < Output::kN; ++n, source += 8 * stride)
             if (8 * n < columns) {
-                const float factors[2] = {__ldg(source), __ldg(source + stride)};
-                for (int e = 0; e < 2; ++e)
-                    rO.map_column(n, e, [&](float x) { return x * factors[e]; });
+                const float x = __ldg(source), y = __ldg(source + stride);
+                rO.v[0][n][0] *= x;
+                rO.v[0][n][1] *= y;
+                rO.v[0][n][2] *= x;
+                rO.v[0][n][3] *= y;
             }
     }
 

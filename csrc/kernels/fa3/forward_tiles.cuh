@@ -430,16 +430,17 @@ struct Fa3ForwardTiles : Fa3Cta<Fa3ForwardParams, QueryTile, kTuning.consumers> 
     // Stores 16 rows that need not be adjacent: row_of(row) is where each is, or null.
     template <class RowOf>
     static __device__ __forceinline__ void store_apart(const Output& rO, int cols, RowOf row_of) {
-        for_each_row<16>([&](int m, int i, int row) {
-            auto* target = row_of(row);
-            if (target == nullptr) return;
-            using OutElement = std::remove_pointer_t<decltype(target)>;
-            rO.for_each_pair_of_row(m, i, [&](float x, float y, int col) {
-                if (col < cols)  // a multiple of 8
-                    *reinterpret_cast<uint32_t*>(target + col + lane_col()) =
-                        ptx::pack<OutElement>(x, y);
-            });
-        });
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            auto* row = row_of(lane_row() + 8 * i);
+            if (row == nullptr) continue;
+#pragma unroll
+            for (int n = 0; n < Output::kN; ++n)
+                if (8 * n < cols)  // a multiple of 8
+                    *reinterpret_cast<uint32_t*>(row + 8 * n + lane_col()) =
+                        ptx::pack<std::remove_pointer_t<decltype(row)>>(rO.v[0][n][2 * i],
+                                                                        rO.v[0][n][2 * i + 1]);
+        }
     }
 };
 
