@@ -58,12 +58,6 @@
 #include "kernels/fa3/backward_common.cuh"
 #include "kernels/fa3/cta.cuh"
 #include "plan/ds_workspace.cuh"
-#include "plan/tuning.h"
-#include "ptx/grid_dependency.cuh"
-#include "ptx/shared.cuh"
-#include "schedule/dynamic_persistent_scheduler.cuh"
-#include "schedule/tile_order.cuh"
-#include "tile/tma_load.cuh"
 
 namespace flash_ext {
 

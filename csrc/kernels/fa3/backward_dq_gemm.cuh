@@ -25,8 +25,6 @@
 #pragma once
 
 #include "kernels/fa3/backward_dkdv.cuh"
-#include "problem/sequences.cuh"
-#include "schedule/tile_order.cuh"
 
 namespace flash_ext {
 

@@ -20,18 +20,14 @@
 #include "kernels/common/launch.cuh"
 #include "kernels/common/softmax.cuh"
 #include "plan/launchers.h"
-#include "plan/tuning.h"
 #include "problem/key_rows.cuh"
-#include "problem/mask.cuh"
 #include "problem/score.cuh"
-#include "problem/sequences.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/cp_async.cuh"
 #include "schedule/epoch_counter.cuh"
 #include "schedule/split_kv.cuh"
 #include "schedule/tile_numbers.cuh"
 #include "schedule/tile_order.cuh"
-#include "tile/copy.cuh"
 #include "tile/gemm.cuh"
 
 namespace flash_ext {
