@@ -200,9 +200,7 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
     __device__ __forceinline__ void store(Output& rO, Softmax& softmax,
                                           const QueryTile& tile) const {
         this->normalize(rO, softmax);
-        const auto lse_of = [&](int i) { return softmax.lse(0, i); };
-        this->template store_tile<kLast>(rO, softmax, tile, lse_of,
-                                         [](auto store_as) { store_as(Element{}); });
+        this->template store_tile<kLast>(rO, softmax, tile);
     }
 
     // --- The loop ---

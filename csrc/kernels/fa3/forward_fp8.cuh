@@ -361,14 +361,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
                                           const QueryTile& tile) const {
         this->normalize(rO, softmax);
         descale_output(rO, tile);
-        const auto lse_of = [&](int i) { return softmax.lse(0, i); };
-        this->template store_tile<kLast>(rO, softmax, tile, lse_of, [&](auto store_as) {
-            if (params.out_type == ElementType::kFloat16) {
-                store_as(__half{});
-            } else {
-                store_as(__nv_bfloat16{});
-            }
-        });
+        this->template store_tile<kLast>(rO, softmax, tile);
     }
 
     // --- The loop ---

@@ -13,13 +13,8 @@
 #include "kernels/common/optimistic_softmax.cuh"
 #include "kernels/fa3/cta.cuh"
 #include "plan/launchers.h"
-#include "plan/tuning.h"
 #include "problem/score.cuh"
-#include "problem/sequences.cuh"
-#include "schedule/dynamic_persistent_scheduler.cuh"
 #include "schedule/split_kv.cuh"
-#include "schedule/tile_order.cuh"
-#include "tile/tma_load.cuh"
 #include "tile/wgmma.cuh"
 
 namespace flash_ext {
@@ -365,19 +360,29 @@ struct Fa3ForwardTiles : Fa3Cta<Fa3ForwardParams, QueryTile, kTuning.consumers> 
 
     // O / l.
     template <class Softmax>
-    __device__ __forceinline__ void normalize(Output& rO, Softmax& softmax) const {
+    static __device__ __forceinline__ void normalize(Output& rO, Softmax& softmax) {
         softmax.finish();
         RowRescaling{true, {softmax.inverse_sum(0, 0), softmax.inverse_sum(0, 1)}}.apply(rO);
     }
 
-    // Stores O / l and lse to HBM, or the results of a split. lse_of(i) is the lse of the lane's
-    // row i; with_out_type(store) calls store(element of out). kLast: it is the CTA's last tile.
+    // Calls store(element of out).
+    template <class Store>
+    __device__ __forceinline__ void with_out_type(Store store) const {
+        if constexpr (sizeof(Element) == 2) {
+            store(Element{});
+        } else if (params.out_type == ElementType::kFloat16) {
+            store(__half{});
+        } else {
+            store(__nv_bfloat16{});
+        }
+    }
+
+    // Stores O / l and lse to HBM, or the results of a split. kLast: it is the CTA's last tile.
     // Only then may the heads of a group be written to out: in the loop the test would cost splits
     // time.
-    template <bool kLast, class Softmax, class LseOf, class WithOutType>
+    template <bool kLast, class Softmax>
     __device__ __forceinline__ void store_tile(const Output& rO, const Softmax& softmax,
-                                               const QueryTile& tile, LseOf lse_of,
-                                               WithOutType with_out_type) const {
+                                               const QueryTile& tile) const {
         const Sequence& s = tile.sequence;
         // A logarithm takes a hundred cycles: of the four lanes of two rows, two compute one each.
         const int i = lane_id() % 2;
@@ -402,7 +407,7 @@ struct Fa3ForwardTiles : Fa3Cta<Fa3ForwardParams, QueryTile, kTuning.consumers> 
                 params.statistics_partial[index] = {softmax.max(0, i), softmax.sum(0, i)};
             store_rows(params.o_partial, rO, [&](int row) { return index_from(first, row); });
         } else if (kGroup || (kLast && pack_gqa_log2() > 0)) {
-            const float lse = lse_of(i);
+            const float lse = softmax.lse(0, i);
             const int64_t index = index_from(statistics, row);
             if (has_row && index >= 0) params.lse[index] = lse;
             with_out_type([&](auto element) {
@@ -416,7 +421,7 @@ struct Fa3ForwardTiles : Fa3Cta<Fa3ForwardParams, QueryTile, kTuning.consumers> 
         } else {
             const int first_query = tile.first_query + first_row;
             const int rows = s.seqlen_q - first_query;
-            const float lse = lse_of(i);
+            const float lse = softmax.lse(0, i);
             if (has_row && row < rows) params.lse[statistics + first_query + row] = lse;
             with_out_type([&](auto element) {
                 store_rows(
