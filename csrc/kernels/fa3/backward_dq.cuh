@@ -43,10 +43,6 @@
 #pragma once
 
 #include "kernels/fa3/backward_dkdv.cuh"
-#include "plan/tuning.h"
-#include "plan/workspace_rows.cuh"
-#include "problem/sequences.cuh"
-#include "schedule/tile_order.cuh"
 
 namespace flash_ext {
 
@@ -128,32 +124,22 @@ struct Fa3BackwardDQ : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
         });
     }
 
-    __device__ __forceinline__ void produce_k() const {
-        KState k;
+    // The K or V tiles.
+    template <class Tile, bool kAllowsFetch, class Pipeline>
+    __device__ __forceinline__ void produce_keys(const Pipeline& pipeline, const CUtensorMap& map,
+                                                 const TensorView& view) const {
+        typename Pipeline::State state;
         work_tiles.for_each([&](const QueryTile& tile) {
             const KeyRows keys = key_rows(params, tile.sequence);
             const int head = this->head_k(tile.head) / params.parts;
             const VisibleTiles kv = tile.kv_tiles;
-            if (kv.empty()) work_tiles.allow_fetch();
-            for (int i = kv.begin; i < kv.end; ++i) {
-                if (i == max_of(kv.begin, kv.end - 1 - kFetchAhead)) work_tiles.allow_fetch();
+            if (kAllowsFetch && kv.empty()) work_tiles.allow_fetch();
+            for (int i = kv.begin; i < kv.end; ++i, state.advance()) {
+                if (kAllowsFetch && i == max_of(kv.begin, kv.end - 1 - kFetchAhead))
+                    work_tiles.allow_fetch();
                 const int first_key = kv.tile(i) * kBlockKV;
-                load_tile<KTile>(k_pipeline, k, params.k_map,
-                                 keys.tensor_rows<Element>(params.k, head, first_key), first_key);
-                k.advance();
-            }
-        });
-    }
-
-    __device__ __forceinline__ void produce_v() const {
-        VState v;
-        work_tiles.for_each([&](const QueryTile& tile) {
-            const KeyRows keys = key_rows(params, tile.sequence);
-            const int head = this->head_k(tile.head) / params.parts;
-            for (int i = tile.kv_tiles.begin; i < tile.kv_tiles.end; ++i, v.advance()) {
-                const int first_key = tile.kv_tiles.tile(i) * kBlockKV;
-                load_tile<VTile>(v_pipeline, v, params.v_map,
-                                 keys.tensor_rows<Element>(params.v, head, first_key), first_key);
+                load_tile<Tile>(pipeline, state, map,
+                                keys.tensor_rows<Element>(view, head, first_key), first_key);
             }
         });
     }
@@ -190,8 +176,8 @@ struct Fa3BackwardDQ : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
     }
 
     __device__ __forceinline__ void produce() const {
-        if (warp_id() == 0) produce_k();
-        if (warp_id() == 1) produce_v();
+        if (warp_id() == 0) produce_keys<KTile, true>(k_pipeline, params.k_map, params.k);
+        if (warp_id() == 1) produce_keys<VTile, false>(v_pipeline, params.v_map, params.v);
         if (warp_id() == 2) produce_q_do();
         if (warp_id() == 3) produce_tiles();
     }

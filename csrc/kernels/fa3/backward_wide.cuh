@@ -8,11 +8,9 @@
 // separate words, the two of tile_count_semaphore.
 #pragma once
 
-#include "kernels/fa3/backward_dkdv.cuh"
 #include "kernels/fa3/backward_dq.cuh"
 #include "kernels/fa3/backward_dq_gemm.cuh"
 #include "plan/launchers.h"
-#include "plan/tuning.h"
 
 namespace flash_ext {
 
@@ -23,27 +21,22 @@ cudaError_t launch_fa3_backward_wide(const BackwardParams& params, const Backwar
     using DKDV = Fa3BackwardDKDV<Element, kHeadDim, kHeadDimV, kOptions, kTuning.pool_pairs>;
     using DQGemm = Fa3BackwardDQGemm<Element, kHeadDim, kTuning.dq_gemm_stages>;
     using DQ = Fa3BackwardDQ<Element, kHeadDim, kHeadDimV, kOptions>;
-    cudaError_t status = backward_preprocess(params, DKDV::kBlockQ, stream);
-    if (kernel.ds_heads == 0) {
-        if (status == cudaSuccess)
-            status =
-                launch_fa3_backward_pass<DKDV>(params, {}, kernel.wide.keys, kernel.sms, stream);
-        if (status == cudaSuccess)
-            status =
-                launch_fa3_backward_pass<DQ>(params, {}, kernel.wide.queries, kernel.sms, stream);
-        return status;
-    }
+    const bool stores_ds = kernel.ds_heads > 0;
     const int heads = params.heads_k * params.batch;
-    for (int head = 0; head < heads; head += kernel.ds_heads) {
-        const bool whole = head + kernel.ds_heads <= heads;
+    const int heads_at_once = stores_ds ? kernel.ds_heads : heads;
+    cudaError_t status = backward_preprocess(params, DKDV::kBlockQ, stream);
+    for (int head = 0; status == cudaSuccess && head < heads; head += heads_at_once) {
+        const bool whole = head + heads_at_once <= heads;
         const WideSchedules& schedules = whole ? kernel.wide : kernel.last_wide;
-        const DSWorkspace ds{static_cast<char*>(kernel.ds), head,
-                             whole ? kernel.ds_heads : heads - head, kernel.ds_tiles};
-        if (status == cudaSuccess)
-            status = launch_fa3_backward_pass<DKDV>(params, ds, schedules.keys, kernel.sms, stream);
-        if (status == cudaSuccess)
-            status =
-                launch_fa3_backward_pass<DQGemm>(params, ds, schedules.queries, kernel.sms, stream);
+        DSWorkspace ds;
+        if (stores_ds)
+            ds = {static_cast<char*>(kernel.ds), head, min_of(heads_at_once, heads - head),
+                  kernel.ds_tiles};
+        status = launch_fa3_backward_pass<DKDV>(params, ds, schedules.keys, kernel.sms, stream);
+        if (status != cudaSuccess) return status;
+        const auto launch_dq =
+            stores_ds ? launch_fa3_backward_pass<DQGemm> : launch_fa3_backward_pass<DQ>;
+        status = launch_dq(params, ds, schedules.queries, kernel.sms, stream);
     }
     return status;
 }
