@@ -118,8 +118,6 @@ struct Fa3BackwardDKDV : Fa3Cta<Fa3BackwardWideParams, KeyTile> {
     using IterationState = PoolState<kPairs>;
     using Scores = RegisterTile<16, kBlockQ>;
     using Operand = RegisterOperand<kBlockQ>;
-    using GradientK = RegisterTile<16, kHeadDim>;
-    using GradientV = RegisterTile<16, kHeadDimV>;
     using Order = PingPong<kConsumers>;
 
     struct SharedStorage {
@@ -249,9 +247,14 @@ struct Fa3BackwardDKDV : Fa3Cta<Fa3BackwardWideParams, KeyTile> {
     // the operand. Consumer dK: dP, dK and dS. Matrices are only referenced, as in backward.cuh.
     template <Consumer kConsumer>
     struct State {
+        using KVTile = std::conditional_t<kConsumer == kDV, KTile, VTile>;
+        using ScoresTile = std::conditional_t<kConsumer == kDV, QTile, DOTile>;
+        using GradientTile = std::conditional_t<kConsumer == kDV, DOTile, QTile>;
+        using Gradient = RegisterTile<16, GradientTile::kCols>;
+
         Scores& scores;
         Operand& operand;
-        std::conditional_t<kConsumer == kDV, GradientV, GradientK>& gradient;
+        Gradient& gradient;
 
         WorkTileState tile{};
         IterationState pool{};  // of the scores
@@ -298,28 +301,21 @@ struct Fa3BackwardDKDV : Fa3Cta<Fa3BackwardWideParams, KeyTile> {
     // Descriptors are made where they are used: otherwise the compiler would keep the descriptors
     // of every 16 columns in registers throughout the loop.
 
-    // S^T = K Q^T
-    __device__ __forceinline__ void issue_scores(DV& s) const {
-        const KMajor<KTile> k_rows(k_pipeline.stages);
-        const KMajor<QTile> q_rows(tile_in(s.pool.q()));
-        gemm_async<Element, kHeadDim>(s.scores, k_rows, q_rows, false);
+    // S^T = K Q^T, or dP^T = V dO^T
+    template <Consumer kConsumer>
+    __device__ __forceinline__ void issue_scores(State<kConsumer>& s) const {
+        using S = State<kConsumer>;
+        const KMajor<typename S::KVTile> key_rows(keys(s).stages);
+        const KMajor<typename S::ScoresTile> query_rows(tile_in(S::scores_stage(s.pool)));
+        gemm_async<Element, S::KVTile::kCols>(s.scores, key_rows, query_rows, false);
     }
-    // dP^T = V dO^T
-    __device__ __forceinline__ void issue_scores(DK& s) const {
-        const KMajor<VTile> v_rows(v_pipeline.stages);
-        const KMajor<DOTile> do_rows(tile_in(s.pool.dout()));
-        gemm_async<Element, kHeadDimV>(s.scores, v_rows, do_rows, false);
-    }
-
-    // dV += P^T dO
-    __device__ __forceinline__ void issue_gradient(DV& s, const IterationState& at) const {
-        const MNMajor<DOTile> do_columns(tile_in(at.dout()));
-        gemm_async<Element, kBlockQ>(s.gradient, s.operand, do_columns, s.accumulate);
-    }
-    // dK += dS^T Q
-    __device__ __forceinline__ void issue_gradient(DK& s, const IterationState& at) const {
-        const MNMajor<QTile> q_columns(tile_in(at.q()));
-        gemm_async<Element, kBlockQ>(s.gradient, s.operand, q_columns, s.accumulate);
+    // dV += P^T dO, or dK += dS^T Q
+    template <Consumer kConsumer>
+    __device__ __forceinline__ void issue_gradient(State<kConsumer>& s,
+                                                   const IterationState& at) const {
+        using S = State<kConsumer>;
+        const MNMajor<typename S::GradientTile> columns(tile_in(S::gradient_stage(at)));
+        gemm_async<Element, kBlockQ>(s.gradient, s.operand, columns, s.accumulate);
     }
 
     // The address of this thread's four elements of 8 columns of P^T. The thread of the same index
@@ -443,7 +439,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Fa3BackwardWideParams, KeyTile> {
     __device__ __forceinline__ void consume_as() const {
         Scores scores;
         Operand operand;
-        std::conditional_t<kConsumer == kDV, GradientV, GradientK> gradient;
+        typename State<kConsumer>::Gradient gradient;
         State<kConsumer> s{scores, operand, gradient};
         if (kConsumer == kDK) Order::signal_next(kDK);  // consumer dV starts
         while (find_tile(s)) {
