@@ -161,8 +161,8 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         }
     };
 
-    // The descales of a query head, or of its KV head. 1 for a tile without keys, which needs none
-    // and whose sequence may have none.
+    // The descales of a query head, or of its KV head. 1 for a tile without keys, whose sequence
+    // may have none.
     __device__ __forceinline__ const float* descales_of(const Descale& x, const QueryTile& tile,
                                                         int head_q) const {
         if (x.data == nullptr || tile.sequence.seqlen_k == 0) return &kNoDescale;
@@ -373,15 +373,6 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         q_pipeline.consumer_wait(x.q);
     }
 
-    // Goes on to the next KV tile.
-    __device__ __forceinline__ bool advance(State& x) const {
-        if (x.kv_tile == x.first_kv_tile) {
-            warm(x);
-            if (kOverlapsStore) x.output_tile = x.tile;
-        }
-        return Tiles::advance(x);
-    }
-
     // One iteration: P V is complete before the Q K^T that takes its registers starts. new_tile and
     // kUnmasked as in forward.cuh.
     template <bool kUnmasked>
@@ -438,7 +429,11 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         compute_p<false>(x, rP, true);
 
         while (true) {  // ends where find_tile() says so, as in forward.cuh
-            const bool new_tile = advance(x);
+            if (x.kv_tile == x.first_kv_tile) {
+                warm(x);
+                if (kOverlapsStore) x.output_tile = x.tile;
+            }
+            const bool new_tile = this->advance(x);
             if (new_tile) {
                 if (!find_tile(x)) break;
                 begin_tile(x);

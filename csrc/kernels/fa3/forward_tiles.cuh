@@ -48,8 +48,6 @@ struct Fa3ForwardTiles : Fa3Cta<Fa3ForwardParams, QueryTile, kTuning.consumers> 
     static_assert(!kMayHaveSplits || kBlockQ == tuning::kForwardBlockQ);
     static constexpr int kBlockKV = kTuning.block_kv;
     static constexpr int kFetchAhead = 2;  // K tiles still to follow when a Q tile is fetched
-    // Are scores multiplied by their scale before the softmax?
-    static constexpr bool kScaledScores = changes_scores(kOptions) || sizeof(Element) == 1;
 
     // What the launch gives a CTA of this size, divided again by setmaxnreg.
     static constexpr int consumer_registers(int producer_registers) {
@@ -286,17 +284,12 @@ struct Fa3ForwardTiles : Fa3Cta<Fa3ForwardParams, QueryTile, kTuning.consumers> 
         return last;
     }
 
-    // Of this consumer's rows: the index of the last KV tile that they see, and those of the tiles
-    // of which they see every key.
-    __device__ __forceinline__ int last_tile(const QueryTile& tile) const {
-        return tile.kv_tiles.last_seen_by(mask_of(params, tile.sequence), queries_of(tile),
-                                          kBlockKV);
+    // This consumer's queries, and the indices of the KV tiles of which they see every key.
+    __device__ __forceinline__ Interval queries_of(const QueryTile& tile) const {
+        return {query_of(tile, consumer * 64), query_of(tile, consumer * 64 + 63) + 1};
     }
     __device__ __forceinline__ Interval full_tiles(const QueryTile& tile) const {
         return tile.kv_tiles.full_for(mask_of(params, tile.sequence), queries_of(tile), kBlockKV);
-    }
-    __device__ __forceinline__ Interval queries_of(const QueryTile& tile) const {
-        return {query_of(tile, consumer * 64), query_of(tile, consumer * 64 + 63) + 1};
     }
 
     // The operand in a stage: the one in the first stage, moved, if there are registers for its
@@ -311,15 +304,6 @@ struct Fa3ForwardTiles : Fa3Cta<Fa3ForwardParams, QueryTile, kTuning.consumers> 
             return first;
         } else {
             return Operand(pipeline.stage(state), first_row...);
-        }
-    }
-
-    // The factor from scores to exponents of 2.
-    __device__ __forceinline__ auto exponent_scale() const {
-        if constexpr (kScaledScores) {
-            return Unscaled{};
-        } else {
-            return params.scale_log2;
         }
     }
 
