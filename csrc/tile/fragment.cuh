@@ -7,7 +7,6 @@
 
 #include "ptx/ldmatrix.cuh"
 #include "ptx/not_hoisted.cuh"
-#include "ptx/shared.cuh"
 #include "tile/register_tile.cuh"
 #include "tile/swizzle.cuh"
 

@@ -105,16 +105,16 @@ struct RegisterTile {
         return ptx::pack<Element>(v[m][n][2 * i], v[m][n][2 * i + 1]);
     }
 
-    // The kPart columns from `first` on, of a tile of 16 rows.
-    template <int kPart>
-    __device__ __forceinline__ RegisterTile<16, kPart, Number>& columns(int first) {
+    // The kPiece columns from `first` on, of a tile of 16 rows.
+    template <int kPiece>
+    __device__ __forceinline__ RegisterTile<16, kPiece, Number>& columns(int first) {
         static_assert(kM == 1);
-        return reinterpret_cast<RegisterTile<16, kPart, Number>&>(v[0][first / 8]);
+        return reinterpret_cast<RegisterTile<16, kPiece, Number>&>(v[0][first / 8]);
     }
-    template <int kPart>
-    __device__ __forceinline__ const RegisterTile<16, kPart, Number>& columns(int first) const {
+    template <int kPiece>
+    __device__ __forceinline__ const RegisterTile<16, kPiece, Number>& columns(int first) const {
         static_assert(kM == 1);
-        return reinterpret_cast<const RegisterTile<16, kPart, Number>&>(v[0][first / 8]);
+        return reinterpret_cast<const RegisterTile<16, kPiece, Number>&>(v[0][first / 8]);
     }
 };
 

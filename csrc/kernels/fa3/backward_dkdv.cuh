@@ -4,8 +4,7 @@
 // adding dQ in HBM would take longer than the matmuls: 4 D bytes for every 64 keys and query. So dQ
 // has a kernel of its own. Where there is a workspace for dS, this kernel stores dS there, and dQ
 // is one matmul (backward_dq_gemm.cuh). Otherwise S and dP are computed again (backward_dq.cuh):
-// seven matmuls instead of five. In both cases nothing is summed in HBM, so results do not depend
-// on the order of tiles.
+// seven matmuls instead of five. In both cases nothing is summed in HBM: results are deterministic.
 //
 // The grid has at most one CTA per SM. Each CTA fetches KV tiles of 64 keys until none is left; its
 // inner loop goes over the Q tiles that see the KV tile, for each query head of the group.
@@ -31,24 +30,20 @@
 // pipelines of P^T and of work tiles (KeyTile).
 //
 //   barrier             arrivals per phase                   who waits
-//   full(pool, K, V)    1: its producer; and TMA's bytes     the consumers that use it, before the
-//                                                            matmul
-//   empty(pool)         256: each consumer thread, when its  its producer, before the next load
-//                       matmuls and arithmetic that read it
-//                       are complete
+//   full(pool, K, V)    1: its producer; and TMA's bytes     consumers, before the matmul
+//   empty(pool)         256: each consumer thread, after     its producer, before the next load
+//                       all that reads it
 //   empty(K)            4: each warp of consumer dV, after   producer of K and V
 //                       the last S of the tile
 //   empty(V)            4: each warp of consumer dK, after   producer of K and V
 //                       the last dP of the tile
 //   full(work tiles)    1: producer of KV tiles              other producers, consumers
 //   empty(work tiles)   2: other producers; 8: each          producer of KV tiles, before it
-//                       consumer warp. When they have        describes another tile
-//                       finished the tile
+//                       consumer warp, after the tile        describes another
 //   fetch               1: producer of Q and dO, before the  producer of KV tiles, before it
 //                       last loads of a tile                 fetches the next
 //   full(P)             128: each thread of consumer dV      consumer dK, before dS
-//   empty(P)            128: each thread of consumer dK      consumer dV, before it writes to the
-//                                                            stage
+//   empty(P)            128: each thread of consumer dK      consumer dV, before it stores a P
 //   ping-pong (named)   128: the other consumer, when its    a consumer (its 128 threads count
 //                       matmuls are started                  too), before it starts its own
 #pragma once

@@ -1,9 +1,8 @@
 // FlashAttention-3 backward for wide heads, second kernel where there is no dS workspace: dQ. For
 // Hopper. backward_dkdv.cuh is the first kernel, and says why there are two.
 //
-// The grid has at most one CTA per SM. Each CTA fetches Q tiles until none is left
-// (dynamic_persistent_scheduler.cuh) and goes over the KV tiles that they see. Its warpgroups have
-// roles:
+// The grid has at most one CTA per SM. Each CTA fetches Q tiles until none is left and goes over
+// the KV tiles that they see. Its warpgroups have roles:
 //
 //   producer       four threads: K; V; Q and dO with lse and delta; the Q tiles, fetched and
 //                  described
@@ -34,8 +33,7 @@
 //                       after the last dS of the tile
 //   full(work tiles)    1: producer of Q tiles               other producers, consumers
 //   empty(work tiles)   3: other producers; 8: each          producer of Q tiles, before it
-//                       consumer warp. When they have        describes another tile
-//                       finished the tile
+//                       consumer warp, after the tile        describes another
 //   fetch               1: producer of K, before the last    producer of Q tiles, before it
 //                       loads of a tile                      fetches the next
 //   ping-pong (named)   128: the other consumer, when its    a consumer (its 128 threads count
@@ -185,8 +183,7 @@ struct Fa3BackwardDQ : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
     // --- Consumers ---
 
     // The index of this thread's warpgroup among the consumers, and the first row of its warp
-    // within the Q tile. Computed where they are needed: they would take registers throughout the
-    // loop.
+    // within the Q tile: computed where needed, since the loop has no registers for them.
     __device__ __forceinline__ int consumer() const {
         return ptx::not_hoisted(threadIdx.x) / 128 - 1;
     }
@@ -256,8 +253,7 @@ struct Fa3BackwardDQ : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
             __nanosleep(1);
     }
 
-    // Descriptors are made where they are used: otherwise the compiler would keep the descriptors
-    // of every 16 columns in registers throughout the loop.
+    // Descriptors are made where they are used, as in backward_dkdv.cuh.
 
     // S = Q K^T
     __device__ __forceinline__ void issue_s(State& s) const {

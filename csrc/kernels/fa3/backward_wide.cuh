@@ -1,11 +1,8 @@
 // The FA3 backward for heads that are too wide for backward.cuh: the preprocess pass, then a kernel
-// for dK and dV (dKdV), then one for dQ. Nothing is summed in HBM, so results are deterministic in
-// any case.
-//
-// Where the workspace holds the dS of at least one head, the dKdV kernel stores it there, for as
-// many heads at a time as fit, and the dQ GEMM takes one matmul, dQ = dS K. Otherwise the dQ kernel
-// computes dS again. It begins before the dKdV kernel has ended, so the two count their tiles in
-// separate words, the two of tile_count_semaphore.
+// for dK and dV (dKdV), whose header says why there are several, then one for dQ: the dQ GEMM, for
+// as many heads at a time as the workspace holds dS of, or the dQ kernel if it holds none. The dQ
+// kernel begins before the dKdV kernel has ended, so the two count their tiles in separate words of
+// tile_count_semaphore.
 #pragma once
 
 #include "kernels/fa3/backward_dq.cuh"

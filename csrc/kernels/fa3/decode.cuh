@@ -279,26 +279,26 @@ struct Fa3Decode {
         partial.sum[row] = four.sum;
     }
 
-    // Combines `parts` partial results, kParts at most, from load(part). Those that do not exist
+    // Combines `parts` partial results, kMost at most, from load(part). Those that do not exist
     // are zeros: 0 times an existing one would be NaN where V is infinite.
-    template <int kParts, class Load>
-    static __device__ __forceinline__ Four combine(int parts, Load load) {
-        Four part[kParts];
+    template <int kMost, class Load>
+    static __device__ __forceinline__ Four combine(int count, Load load) {
+        Four partial[kMost];
 #pragma unroll
-        for (int i = 0; i < kParts; ++i)  // all loads before their first use
-            part[i] = i < parts ? load(i) : Four{-INFINITY, 0.f, {}};
+        for (int i = 0; i < kMost; ++i)  // all loads before their first use
+            partial[i] = i < count ? load(i) : Four{-INFINITY, 0.f, {}};
         Four all{-INFINITY, 0.f, {}};
 #pragma unroll
-        for (int i = 0; i < kParts; ++i) all.max = fmaxf(all.max, part[i].max);
+        for (int i = 0; i < kMost; ++i) all.max = fmaxf(all.max, partial[i].max);
         const float finite = finite_max(all.max);
 #pragma unroll
-        for (int i = 0; i < kParts; ++i) {
-            const float weight = ptx::ex2(part[i].max - finite);
-            all.sum += weight * part[i].sum;
-            all.out.x += weight * part[i].out.x;
-            all.out.y += weight * part[i].out.y;
-            all.out.z += weight * part[i].out.z;
-            all.out.w += weight * part[i].out.w;
+        for (int i = 0; i < kMost; ++i) {
+            const float weight = ptx::ex2(partial[i].max - finite);
+            all.sum += weight * partial[i].sum;
+            all.out.x += weight * partial[i].out.x;
+            all.out.y += weight * partial[i].out.y;
+            all.out.z += weight * partial[i].out.z;
+            all.out.w += weight * partial[i].out.w;
         }
         return all;
     }

@@ -274,8 +274,8 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
 
     // --- Steps of an iteration ---
 
-    // P V occupies the registers of the first keys' scores (add_output()), so the scores of the
-    // others are a wgmma of their own.
+    // P V occupies the registers of the first keys' scores; those of the others are a wgmma of
+    // their own.
     static constexpr int kFirstKeys = min_of(kBlockKV, kPartialCols);
     static constexpr int kOtherKeys = kBlockKV - kFirstKeys;
 
@@ -301,10 +301,10 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
                                                bool accumulate) const {
         static_assert(kPartialCols <= kBlockKV);
         auto& rPartial = x.rS.template columns<kPartialCols>(0);
-        constexpr int kParts = kHeadDimV / kPartialCols;
-        compile_time_for<kParts>([&](auto i) {
+        constexpr int kSteps = kHeadDimV / kPartialCols;
+        compile_time_for<kSteps>([&](auto i) {
             constexpr int kFirst = i * kPartialCols;
-            constexpr bool kBeside = kStartScores && i == kParts - 1;
+            constexpr bool kBeside = kStartScores && i == kSteps - 1;
             const KMajor<TransposedVTile, false> v_columns(v_pipeline.stage(x.v), kFirst);
             gemm_async<Float8, kBlockKV>(rPartial, rP, v_columns, false);
             if (kBeside) issue_scores<kFirstKeys, kOtherKeys>(x);
