@@ -74,8 +74,7 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
     using Probabilities = typename Softmax::Probabilities;
     using State = typename Tiles::template ConsumerState<Scores, Softmax>;
 
-    __device__ __forceinline__ explicit Fa3Forward(const Fa3ForwardParams& p)
-        : Tiles(p, shared_storage<typename Tiles::SharedStorage>()) {}
+    using Tiles::Tiles;
 
     __device__ __forceinline__ void init() const {
         this->init_pipelines(1, 2);  // the producers of Q and V read work tiles

@@ -70,8 +70,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
 
     SharedStorage& storage = shared_storage<SharedStorage>();
 
-    __device__ __forceinline__ explicit Fa3ForwardFp8(const Fa3ForwardParams& p)
-        : Tiles(p, shared_storage<SharedStorage>()) {}
+    using Tiles::Tiles;
 
     // Is O stored while the next Q tile's first scores are computed? That costs registers.
     // Otherwise the softmax is kept, and O is stored in the next iteration.

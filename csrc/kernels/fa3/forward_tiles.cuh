@@ -72,7 +72,7 @@ struct Fa3ForwardTiles : Fa3Cta<Fa3ForwardParams, QueryTile, kTuning.consumers> 
     using Output = RegisterTile<16, kHeadDimV>;
     using Order = PingPong<kConsumers, kTuning.ping_pong>;
 
-    // Kernels derive theirs from it.
+    // A kernel may derive its own.
     struct SharedStorage {
         typename QPipeline::Stages q;
         typename KPipeline::Stages k;
@@ -85,15 +85,13 @@ struct Fa3ForwardTiles : Fa3Cta<Fa3ForwardParams, QueryTile, kTuning.consumers> 
 
     // Index of this thread's warpgroup among the consumers.
     int consumer = ptx::warp_uniform(threadIdx.x / 128) - 1;
-    QPipeline q_pipeline;
-    KPipeline k_pipeline;
-    VPipeline v_pipeline;
+    SharedStorage& storage = shared_storage<SharedStorage>();
+    QPipeline q_pipeline{storage.q, storage.q_barriers};
+    KPipeline k_pipeline{storage.k, storage.k_barriers};
+    VPipeline v_pipeline{storage.v, storage.v_barriers};
 
-    __device__ __forceinline__ Fa3ForwardTiles(const Fa3ForwardParams& p, SharedStorage& storage)
-        : Cta(p, storage.work_tiles),
-          q_pipeline(storage.q, storage.q_barriers),
-          k_pipeline(storage.k, storage.k_barriers),
-          v_pipeline(storage.v, storage.v_barriers) {}
+    __device__ __forceinline__ explicit Fa3ForwardTiles(const Fa3ForwardParams& p)
+        : Cta(p, shared_storage<SharedStorage>().work_tiles) {}
 
     // producers_of_v: arrivals that fill a V stage; tile_readers: producers that read work tiles.
     __device__ __forceinline__ void init_pipelines(int producers_of_v, int tile_readers) const {
