@@ -69,6 +69,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
     };
 
     SharedStorage& storage = shared_storage<SharedStorage>();
+    RowMajorVPipeline row_major_v{storage.v_row_major, storage.v_row_major_barriers};
 
     using Tiles::Tiles;
 
@@ -79,14 +80,10 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
     // Has the KV tile keys of two blocks of descales?
     static constexpr bool kTwoKScales = kDescaleRows % kBlockKV != 0;
 
-    __device__ __forceinline__ RowMajorVPipeline row_major_v() const {
-        return {storage.v_row_major, storage.v_row_major_barriers};
-    }
-
     __device__ __forceinline__ void init() const {
         // Q's producer and the warps that transpose read work tiles.
         this->init_pipelines(kTransposers, 1 + kTransposers);
-        row_major_v().init(kTransposers);
+        row_major_v.init(kTransposers);
     }
 
     // --- Producers ---
@@ -96,7 +93,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         const auto load_v = [&](const QueryTile& tile, int first_key) {
             const KeyRows keys = key_rows(params, tile.sequence);
             load_tile<VTile, Tiles::kKVBoxRows>(
-                row_major_v(), v, params.v_map,
+                row_major_v, v, params.v_map,
                 keys.tensor_rows<Float8>(params.v, this->head_k(tile.head), first_key), first_key);
             v.advance();
         };
@@ -109,7 +106,6 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
 
     // Transposes V tiles, by all lanes of kTransposers warps.
     __device__ __forceinline__ void transpose_v() const {
-        const RowMajorVPipeline source = row_major_v();
         typename RowMajorVPipeline::State from;
         typename VPipeline::State to;
         for (WorkTileState t;; t.advance()) {
@@ -121,14 +117,14 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
             release(work_tiles.descriptions, t);
 #pragma unroll 1
             for (int i = 0; i < tiles; ++i) {
-                source.consumer_wait(from);
+                row_major_v.consumer_wait(from);
                 v_pipeline.producer_acquire(to);
                 transpose_fp8<VTile, TransposedVTile, kTransposers, kProducerRegisters <= 40>(
-                    source.stage(from), v_pipeline.stage(to), warp_id() - 1);
+                    row_major_v.stage(from), v_pipeline.stage(to), warp_id() - 1);
                 ptx::fence_proxy_async();  // wgmma will read what was stored
                 __syncwarp();
                 if (elected) v_pipeline.producer_commit(to);
-                release_and_advance(source, from);
+                release_and_advance(row_major_v, from);
                 to.advance();
             }
         }
