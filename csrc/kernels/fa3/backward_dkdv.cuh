@@ -61,8 +61,13 @@ namespace flash_ext {
 // every other pass through the pairs Q and dO exchange their stages.
 template <int kPairs>
 struct PoolState : PipelineState<kPairs> {
-    __device__ __forceinline__ uint32_t q() const { return 2 * this->stage + this->phase; }
-    __device__ __forceinline__ uint32_t dout() const { return 2 * this->stage + (this->phase ^ 1); }
+    using Stage = PipelineState<2 * kPairs>;  // of the pool
+    __device__ __forceinline__ Stage q() const {
+        return {2 * this->stage + this->phase, this->phase};
+    }
+    __device__ __forceinline__ Stage dout() const {
+        return {2 * this->stage + (this->phase ^ 1), this->phase};
+    }
 };
 
 // A tile of dS^T: 64 keys, 64 queries.
@@ -111,6 +116,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Fa3BackwardWideParams, KeyTile> {
     using PPipeline = Pipeline<2, kBlockKV * kBlockQ * 4>;  // from consumer dV to consumer dK
     using PState = typename PPipeline::State;
     using IterationState = PoolState<kPairs>;
+    using PoolStage = typename Pool::State;
     using Scores = RegisterTile<16, kBlockQ>;
     using Operand = RegisterOperand<kBlockQ>;
     using Order = PingPong<kConsumers>;
@@ -190,10 +196,10 @@ struct Fa3BackwardDKDV : Fa3Cta<Fa3BackwardWideParams, KeyTile> {
                     if (left == 0 && i == tile.q_tiles.end - 1) work_tiles.allow_fetch();
                     const int row = tile.q_tiles.tile(i) * kBlockQ;
                     const int stored = stored_rows<kBlockQ>(s, row);
-                    load<QTile>(at.q(), at.phase, params.q_map, q_rows, row, params.lse_log2,
-                                statistics, stored);
-                    load<DOTile>(at.dout(), at.phase, params.do_map, do_rows, row,
-                                 params.minus_delta, statistics, stored);
+                    load<QTile>(at.q(), params.q_map, q_rows, row, params.lse_log2, statistics,
+                                stored);
+                    load<DOTile>(at.dout(), params.do_map, do_rows, row, params.minus_delta,
+                                 statistics, stored);
                     at.advance();
                 }
             }
@@ -202,11 +208,11 @@ struct Fa3BackwardDKDV : Fa3Cta<Fa3BackwardWideParams, KeyTile> {
 
     // A Q or dO tile and its lse or delta.
     template <class Tile>
-    __device__ __forceinline__ void load(uint32_t stage, uint32_t phase, const CUtensorMap& map,
+    __device__ __forceinline__ void load(const PoolStage& at, const CUtensorMap& map,
                                          const TensorRows& rows, int first_row, const float* source,
                                          int64_t workspace, int stored) const {
-        load_tile<Tile>(pool, {stage, phase}, map, rows, first_row, [&] {
-            return RowStatisticsLoad<float, kBlockQ>{storage.statistics[stage],
+        load_tile<Tile>(pool, at, map, rows, first_row, [&] {
+            return RowStatisticsLoad<float, kBlockQ>{storage.statistics[at.stage],
                                                      source + workspace + first_row,
                                                      source + params.padding_row, stored};
         });
@@ -262,10 +268,10 @@ struct Fa3BackwardDKDV : Fa3Cta<Fa3BackwardWideParams, KeyTile> {
         Interval full{};          // consumer dV: indices
         char* ds = nullptr;       // consumer dK: the tile in the workspace
 
-        static __device__ __forceinline__ uint32_t scores_stage(const IterationState& at) {
+        static __device__ __forceinline__ PoolStage scores_stage(const IterationState& at) {
             return kConsumer == kDV ? at.q() : at.dout();
         }
-        static __device__ __forceinline__ uint32_t gradient_stage(const IterationState& at) {
+        static __device__ __forceinline__ PoolStage gradient_stage(const IterationState& at) {
             return kConsumer == kDV ? at.dout() : at.q();
         }
     };
@@ -282,17 +288,6 @@ struct Fa3BackwardDKDV : Fa3Cta<Fa3BackwardWideParams, KeyTile> {
                                       kConsumer == kDV ? params.head_dim_v : params.head_dim);
     }
 
-    __device__ __forceinline__ uint32_t tile_in(uint32_t stage) const {
-        return pool.stage({stage, 0});
-    }
-    __device__ __forceinline__ void wait(uint32_t stage, const IterationState& at) const {
-        pool.consumer_wait({stage, at.phase});
-    }
-    // By all threads, since all read lse or delta.
-    __device__ __forceinline__ void release(uint32_t stage) const {
-        pool.consumer_release({stage, 0});
-    }
-
     // Descriptors are made where they are used: otherwise the compiler would keep the descriptors
     // of every 16 columns in registers throughout the loop.
 
@@ -301,7 +296,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Fa3BackwardWideParams, KeyTile> {
     __device__ __forceinline__ void issue_scores(State<kConsumer>& s) const {
         using S = State<kConsumer>;
         const KMajor<typename S::KVTile> key_rows(keys(s).stages);
-        const KMajor<typename S::ScoresTile> query_rows(tile_in(S::scores_stage(s.pool)));
+        const KMajor<typename S::ScoresTile> query_rows(pool.stage(S::scores_stage(s.pool)));
         gemm_async<Element, S::KVTile::kCols>(s.scores, key_rows, query_rows, false);
     }
     // dV += P^T dO, or dK += dS^T Q
@@ -309,7 +304,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Fa3BackwardWideParams, KeyTile> {
     __device__ __forceinline__ void issue_gradient(State<kConsumer>& s,
                                                    const IterationState& at) const {
         using S = State<kConsumer>;
-        const MNMajor<typename S::GradientTile> columns(tile_in(S::gradient_stage(at)));
+        const MNMajor<typename S::GradientTile> columns(pool.stage(S::gradient_stage(at)));
         gemm_async<Element, kBlockQ>(s.gradient, s.operand, columns, s.accumulate);
     }
 
@@ -326,7 +321,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Fa3BackwardWideParams, KeyTile> {
         const WarpScores<Element, Rows::kKeys, kOptions> scores{params, tile.sequence, s.at.head,
                                                                 tile.first_key + warp_key,
                                                                 s.q_tiles.tile(s.at.i) * kBlockQ};
-        const float* lse = storage.statistics[s.pool.q()];
+        const float* lse = storage.statistics[s.pool.q().stage];
         scores.probabilities(s.scores, lse, s.at.i < s.full.begin || s.at.i >= s.full.end,
                              tile.large_lse);
         Scores p = s.scores;
@@ -338,13 +333,13 @@ struct Fa3BackwardDKDV : Fa3Cta<Fa3BackwardWideParams, KeyTile> {
         p_pipeline.producer_commit(s.p);
         s.p.advance();
         s.operand.template round<Element>(s.scores);
-        release(s.pool.q());
+        pool.consumer_release(s.pool.q());
     }
 
     // dS^T = P^T * (dP^T - delta), with P^T in shared memory.
     __device__ __forceinline__ void compute_operand(DK& s) const {
         p_pipeline.consumer_wait(s.p);
-        const float* minus_delta = storage.statistics[s.pool.dout()];
+        const float* minus_delta = storage.statistics[s.pool.dout().stage];
 #pragma unroll
         for (int n = 0; n < Scores::kN; ++n) {
             RegisterTile<16, 8> p;
@@ -355,7 +350,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Fa3BackwardWideParams, KeyTile> {
         }
         p_pipeline.consumer_release(s.p);
         s.p.advance();
-        release(s.pool.dout());
+        pool.consumer_release(s.pool.dout());
         if (stores_ds()) store_ds(s.operand, s.ds);
     }
 
@@ -440,7 +435,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Fa3BackwardWideParams, KeyTile> {
         while (find_tile(s)) {
             begin_tile(s);
             keys(s).consumer_wait(s.keys);
-            wait(s.scores_stage(s.pool), s.pool);
+            pool.consumer_wait(s.scores_stage(s.pool));
             Order::wait(kConsumer);
             issue_scores(s);
             Order::signal_next(kConsumer);
@@ -450,22 +445,22 @@ struct Fa3BackwardDKDV : Fa3Cta<Fa3BackwardWideParams, KeyTile> {
                 next_q_tile(s);
                 const IterationState before = s.pool;
                 s.pool.advance();
-                wait(s.gradient_stage(before), before);
-                wait(s.scores_stage(s.pool), s.pool);
+                pool.consumer_wait(s.gradient_stage(before));
+                pool.consumer_wait(s.scores_stage(s.pool));
                 Order::wait(kConsumer);
                 issue_gradient(s, before);
                 issue_scores(s);
                 Order::signal_next(kConsumer);
                 finish<1>(s.gradient);
-                release(s.gradient_stage(before));
+                pool.consumer_release(s.gradient_stage(before));
                 finish_scores(s);
             }
-            wait(s.gradient_stage(s.pool), s.pool);
+            pool.consumer_wait(s.gradient_stage(s.pool));
             Order::wait(kConsumer);
             issue_gradient(s, s.pool);
             Order::signal_next(kConsumer);
             finish(s.gradient);
-            release(s.gradient_stage(s.pool));
+            pool.consumer_release(s.gradient_stage(s.pool));
             s.pool.advance();
             if (kConsumer == kDK) s.gradient.scale(params.scale);
             store_gradient(params, gradient_tile(s), s.gradient);
