@@ -102,7 +102,7 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
     __device__ __forceinline__ void begin_tile(State& x) const {
         const QueryTile& tile = work_tiles[x.tile];
         x.full_tiles = full_tiles(tile);
-        if constexpr (!kPingPong) {  // which needs equal numbers of iterations
+        if constexpr (!kTuning.ping_pong) {  // which needs equal numbers of iterations
             const int last = tile.kv_tiles.last_seen_by(mask_of(params, tile.sequence),
                                                         this->queries_of(tile), kBlockKV);
             x.skipped_tiles = max_of(x.kv_tile - max_of(last, x.first_kv_tile), 0);
