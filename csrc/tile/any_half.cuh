@@ -8,11 +8,8 @@
 
 #include <type_traits>
 
-#include "ptx/math.cuh"
 #include "tile/copy.cuh"
-#include "tile/fragment.cuh"
 #include "tile/gemm.cuh"
-#include "tile/tensor_view.h"
 
 namespace flash_ext {
 
