@@ -150,7 +150,7 @@ std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x, const std::string& sca
     params.x_8bit = static_cast<uint8_t*>(x_8bit.data_ptr());
     params.descale = static_cast<float*>(descale.data_ptr());
     if (amax.defined()) params.amax = static_cast<float*>(amax.data_ptr());
-    check_launch(quantize(params, device_of(x), stream), "quantize");
+    check_launch(quantize(params, device_of(x), stream));
     return {x_8bit, descale};
 }
 
@@ -167,7 +167,7 @@ Tensor mean_of_rows(const Tensor& x, const std::optional<Tensor>& cu_seqlens,
     params.x = operand("x", aligned).view();
     params.sums = static_cast<float*>(sums.data_ptr());
     params.mean_out = static_cast<float*>(mean.data_ptr());
-    check_launch(token_mean(params, stream), "token_mean");
+    check_launch(token_mean(params, stream));
     return mean;
 }
 

@@ -94,7 +94,7 @@ void launch(const SumRowsParams& params, const Tensor& out) {
     check_architecture(out);
     const cudaStream_t stream = current_stream(out);
     const torch::stable::accelerator::DeviceGuard guard(out.get_device_index());
-    check_launch(sum_rows(params, stream), "sum_rows");
+    check_launch(sum_rows(params, stream));
 }
 
 }  // namespace

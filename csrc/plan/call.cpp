@@ -25,11 +25,4 @@ bool Operand::is_reached_by_tma() const {
 
 TensorView Operand::view() const { return {data, used_stride(0), used_stride(1), used_stride(2)}; }
 
-OptionSet Call::options() const {
-    using enum OptionSet;
-    const bool aligned = std::ranges::all_of(operands, &Operand::is_aligned);
-    return only_if(softcap != 0, kSoftcap) | only_if(has_alibi, kAlibi) | only_if(has_bias, kBias) |
-           only_if(has_dropout, kDropout) | only_if(!aligned, kUnaligned);
-}
-
 }  // namespace flash_ext

@@ -193,7 +193,7 @@ cudaError_t backward(const Call& call) {
     return keep<Kernel>([&] {
         auto params = backward_params(call, kHeadDim, changes_scores(kOptions));
         params.schedule = schedule_of(params, params.seqlen_k, Kernel::kBlockKV, params.heads_k);
-        return launch_fa3_backward<Kernel>(params, {.sms = kSms}, nullptr);
+        return launch_fa3_backward<Kernel>(params, {.gpu = {.sms = kSms}}, nullptr);
     });
 }
 

@@ -549,7 +549,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 }
 
 template <int kHeadDim, int kHeadDimV>
-int fa1_forward_shared_bytes() {
+int Fa1<kHeadDim, kHeadDimV>::forward_shared_bytes() {
     constexpr int kBlockKV = tuning::fa1_forward({kHeadDim, kHeadDimV}).small_block_kv;
     constexpr int kBytes =  // with any options
         Fa1ForwardConfig<__half, kHeadDim, kHeadDimV, tuning::kDense, kBlockKV>::kSharedBytes;
@@ -558,8 +558,8 @@ int fa1_forward_shared_bytes() {
 }
 
 template <int kHeadDim, int kHeadDimV>
-cudaError_t fa1_forward(const ForwardParams& params, const ForwardKernel& kernel,
-                        cudaStream_t stream) {
+cudaError_t Fa1<kHeadDim, kHeadDimV>::forward(const ForwardParams& params,
+                                              const ForwardKernel& kernel, cudaStream_t stream) {
     constexpr OptionSets kSets = row_of(tuning::kFa1Forward, {kHeadDim, kHeadDimV}).options;
     return dispatch_kernel<kSets>(params, kernel, [&](auto given, auto options) {
         constexpr tuning::Fa1Forward kTuning = tuning::fa1_forward({kHeadDim, kHeadDimV});
@@ -571,7 +571,7 @@ cudaError_t fa1_forward(const ForwardParams& params, const ForwardKernel& kernel
         using Small =
             Fa1ForwardConfig<Element, kHeadDim, kHeadDimV, options.value, kTuning.small_block_kv>;
         // A larger KV tile means fewer passes of O through HBM; what fits depends on the GPU.
-        return launch_fitting<Large, Small>([&](auto config) {
+        return launch_fitting<Large, Small>(kernel.gpu, [&](auto config) {
             using Config = decltype(config);
             return launch_kernel<fa1_forward_kernel<Config>>(
                 params.heads_q * sequence_count(params), Config::kThreads, Config::kSharedBytes,

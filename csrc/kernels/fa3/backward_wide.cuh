@@ -26,11 +26,11 @@ cudaError_t launch_fa3_backward_wide(const BackwardParams& params, const Backwar
     cudaError_t status = backward_preprocess(params, DKDV::kBlockQ, stream);
     if (kernel.ds_heads == 0) {
         if (status == cudaSuccess)
-            status =
-                launch_fa3_backward_pass<DKDV>(params, {}, kernel.wide.keys, kernel.sms, stream);
+            status = launch_fa3_backward_pass<DKDV>(params, {}, kernel.wide.keys, kernel.gpu.sms,
+                                                    stream);
         if (status == cudaSuccess)
-            status =
-                launch_fa3_backward_pass<DQ>(params, {}, kernel.wide.queries, kernel.sms, stream);
+            status = launch_fa3_backward_pass<DQ>(params, {}, kernel.wide.queries, kernel.gpu.sms,
+                                                  stream);
         return status;
     }
     const int heads = params.heads_k * params.batch;
@@ -40,10 +40,11 @@ cudaError_t launch_fa3_backward_wide(const BackwardParams& params, const Backwar
         const DSWorkspace ds{static_cast<char*>(kernel.ds), head,
                              whole ? kernel.ds_heads : heads - head, kernel.ds_tiles};
         if (status == cudaSuccess)
-            status = launch_fa3_backward_pass<DKDV>(params, ds, schedules.keys, kernel.sms, stream);
-        if (status == cudaSuccess)
             status =
-                launch_fa3_backward_pass<DQGemm>(params, ds, schedules.queries, kernel.sms, stream);
+                launch_fa3_backward_pass<DKDV>(params, ds, schedules.keys, kernel.gpu.sms, stream);
+        if (status == cudaSuccess)
+            status = launch_fa3_backward_pass<DQGemm>(params, ds, schedules.queries, kernel.gpu.sms,
+                                                      stream);
     }
     return status;
 }
