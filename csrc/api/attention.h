@@ -81,16 +81,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     const Tensor& v, const Tensor& out, const Tensor& lse, const Options& options, bool need_dbias,
     const std::tuple<Tensor, Tensor, Tensor>& into = {});
 
-// attention_forward into `out`. Returns lse.
-Tensor attention_forward_into(const Tensor& out, const Tensor& q, const Tensor& k, const Tensor& v,
-                              const Options& options);
-
-// attention_backward into dq, dk and dv. Returns dsink, or a tensor of shape (0).
-Tensor attention_backward_into(const Tensor& dq, const Tensor& dk, const Tensor& dv,
-                               const Tensor& dout, const std::optional<Tensor>& dlse,
-                               const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
-                               const Tensor& lse, const Options& options);
-
 // Two indices in kVariantNames: of the variant that attention_forward would run (or its error), and
 // of the variant whose kernels would compute the gradients, with the reason where they differ. The
 // second is -1 where no kernel could.
