@@ -14,7 +14,6 @@
 #include <vector>
 
 #include "api/check.h"
-#include "api/out_of_memory.h"
 #include "plan/dispatch.h"
 #include "plan/plan.h"
 #include "problem/mask.cuh"

@@ -51,6 +51,13 @@ struct Options {
     }
 };
 
+// Throws what Python sees as torch.OutOfMemoryError, which the stable ABI cannot throw.
+[[noreturn]] void throw_out_of_memory(const std::string& message);
+
+// Throws what torch's last call failed with, or `otherwise` before torch 2.13, which does not tell:
+// that memory is out as torch.OutOfMemoryError.
+[[noreturn]] void throw_failure(const std::string& otherwise);
+
 inline std::optional<Tensor> if_defined(const Tensor& tensor) {
     return tensor.defined() ? std::optional(tensor) : std::nullopt;
 }

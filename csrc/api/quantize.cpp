@@ -9,7 +9,7 @@
 
 #include "api/boxing.h"
 #include "api/check.h"
-#include "plan/row_kernels.h"
+#include "plan/launchers.h"
 #include "schedule/row_tiles.cuh"
 
 namespace flash_ext {

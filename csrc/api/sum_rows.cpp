@@ -6,7 +6,7 @@
 
 #include "api/boxing.h"
 #include "api/check.h"
-#include "plan/row_kernels.h"
+#include "plan/launchers.h"
 
 namespace flash_ext {
 namespace {

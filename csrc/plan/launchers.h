@@ -9,6 +9,8 @@
 #include "plan/ds_workspace.cuh"
 #include "plan/tuning.h"
 #include "problem/params.h"
+#include "problem/quantize.h"
+#include "problem/sum_rows.h"
 
 namespace flash_ext {
 
@@ -93,5 +95,19 @@ cudaError_t sum_parts(const BackwardParams& params, TensorView dk, TensorView dv
 // params, in the workspace, with which no CTA can wait forever.
 cudaError_t sanitize_cu_seqlens(BackwardParams params, const int* given_q, const int* given_k,
                                 cudaStream_t stream);
+
+// Beside attention: kernels that read tensors row by row.
+
+// x_8bit and descale. Block scales take one pass over memory, others a first one for the maxima.
+cudaError_t quantize(QuantizeParams params, const GpuModel& gpu, cudaStream_t stream);
+
+// Rows of x that a CTA reduces column by column.
+inline constexpr int kColumnRows = 512;
+
+// mean_out: the mean over the rows in use of each sequence, 0 where it has none.
+cudaError_t token_mean(const QuantizeParams& params, cudaStream_t stream);
+
+// Adds up rows, or attention over some keys each.
+cudaError_t sum_rows(const SumRowsParams& params, cudaStream_t stream);
 
 }  // namespace flash_ext

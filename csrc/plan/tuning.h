@@ -9,12 +9,22 @@
 
 #include <cstdint>
 
-#include "plan/head_dims.h"
 #include "problem/option_set.h"
 #include "problem/params.h"
 #include "tile/host_device.h"
 
-namespace flash_ext::tuning {
+namespace flash_ext {
+
+// Head dims of Q and K, and of V and the output.
+struct HeadDims {
+    int qk;
+    int v;
+
+    constexpr bool operator==(const HeadDims&) const = default;
+    constexpr bool holds(HeadDims x) const { return x.qk <= qk && x.v <= v; }
+};
+
+namespace tuning {
 
 // The first row that holds `dims` and has these options, or null.
 template <class Row, int kRows>
@@ -561,4 +571,5 @@ constexpr int widest_of(const Row (&table)[kRows]) {
 inline constexpr int kMaxHeadDim =
     max_of(widest_of(kFa1Forward), max_of(widest_of(kFa2Forward), widest_of(kFa3Forward)));
 
-}  // namespace flash_ext::tuning
+}  // namespace tuning
+}  // namespace flash_ext
