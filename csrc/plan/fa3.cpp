@@ -42,7 +42,7 @@ std::string fa3_unsupported_reason(const Call& call, Pass pass) {
     if (!reason.empty()) return reason;
     if (params.softcap > kMaxFa3Softcap) return "has no softcap above 2048";
     // The limit of dynamic_persistent_scheduler.cuh, with the smallest tiles.
-    const int rows = backward ? tuning::kMinFa3BackwardBlock : tuning::kForwardBlockQ;
+    const int rows = backward ? tuning::kFa3BackwardWideBlock : tuning::kForwardBlockQ;
     const auto tiles = [&](int heads, int length) {
         return int64_t{heads} * tensor_batches(params) * tile_numbers(params, length, rows);
     };

@@ -198,7 +198,7 @@ cudaError_t backward(const Call& call) {
 }
 
 template <int kHeadDim>
-constexpr tuning::Fa3BackwardWide kWide = tuning::fa3_backward_wide({kHeadDim, kHeadDim});
+constexpr tuning::Fa3BackwardWide kWide = row_of(tuning::kFa3BackwardWide, {kHeadDim, kHeadDim});
 
 DSWorkspace ds_workspace(const BackwardParams& params) {
     return {global, 0, params.heads_k * params.batch, DSWorkspaceTiles(params, summary_of(params))};

@@ -20,10 +20,11 @@
 namespace flash_ext {
 
 template <class Element, int kHeadDim, int kHeadDimV, OptionSet kOptions>
-struct Fa1BackwardConfig : BackwardConfig<Element, kHeadDim, kHeadDimV, kOptions,
-                                          tuning::fa1_backward({kHeadDim, kHeadDimV})> {
+struct Fa1BackwardConfig
+    : BackwardConfig<Element, kHeadDim, kHeadDimV, kOptions,
+                     row_of(tuning::kFa1Backward, {kHeadDim, kHeadDimV}).plain> {
     using Base = BackwardConfig<Element, kHeadDim, kHeadDimV, kOptions,
-                                tuning::fa1_backward({kHeadDim, kHeadDimV})>;
+                                row_of(tuning::kFa1Backward, {kHeadDim, kHeadDimV}).plain>;
     // The old dQ_i is fetched into shared memory. Where dQ is computed in slices (d 256)
     // there is no room for it, and it is not faster.
     static constexpr bool kFetchesDQ = Base::kDQSlices == 1;

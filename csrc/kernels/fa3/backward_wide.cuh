@@ -19,7 +19,7 @@ namespace flash_ext {
 template <class Element, int kHeadDim, int kHeadDimV, OptionSet kOptions>
 cudaError_t launch_fa3_backward_wide(const BackwardParams& params, const BackwardKernel& kernel,
                                      cudaStream_t stream) {
-    constexpr tuning::Fa3BackwardWide kTuning = tuning::fa3_backward_wide({kHeadDim, kHeadDimV});
+    constexpr auto kTuning = row_of(tuning::kFa3BackwardWide, {kHeadDim, kHeadDimV});
     using DKDV = Fa3BackwardDKDV<Element, kHeadDim, kHeadDimV, kOptions, kTuning.pool_pairs>;
     using DQGemm = Fa3BackwardDQGemm<Element, kHeadDim, kTuning.dq_gemm_stages>;
     using DQ = Fa3BackwardDQ<Element, kHeadDim, kHeadDimV, kOptions>;
