@@ -18,8 +18,9 @@
 namespace flash_ext {
 
 template <int kHeadDim>
-using BiasGradientConfig = BackwardConfig<AnyHalf, kHeadDim, kHeadDim, tuning::kAllOptions,
-                                          row_of(tuning::kBiasGradient, {kHeadDim, kHeadDim}).all>;
+using BiasGradientConfig =
+    BackwardConfig<AnyHalf, kHeadDim, kHeadDim, tuning::kAllOptions,
+                   tuning::fa2_backward({kHeadDim, kHeadDim}, tuning::kAllOptions)>;
 
 // The number of tiles of dbias in a dimension.
 FLASH_HOST_DEVICE constexpr int bias_tiles(int size, int block) {

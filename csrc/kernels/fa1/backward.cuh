@@ -20,10 +20,11 @@
 namespace flash_ext {
 
 template <class Element, int kHeadDim, int kHeadDimV, OptionSet kOptions>
-struct Fa1BackwardConfig : BackwardConfig<Element, kHeadDim, kHeadDimV, kOptions,
-                                          tuning::fa1_backward({kHeadDim, kHeadDimV})> {
+struct Fa1BackwardConfig
+    : BackwardConfig<Element, kHeadDim, kHeadDimV, kOptions,
+                     row_of(tuning::kFa1Backward, {kHeadDim, kHeadDimV}).plain> {
     using Base = BackwardConfig<Element, kHeadDim, kHeadDimV, kOptions,
-                                tuning::fa1_backward({kHeadDim, kHeadDimV})>;
+                                row_of(tuning::kFa1Backward, {kHeadDim, kHeadDimV}).plain>;
     // The old dQ_i is fetched into shared memory. Where dQ is computed in slices (d 256)
     // there is no room for it, and it is not faster.
     static constexpr bool kFetchesDQ = Base::kDQSlices == 1;
@@ -144,7 +145,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
 }
 
 template <int kHeadDim, int kHeadDimV>
-int fa1_backward_shared_bytes() {
+int Fa1<kHeadDim, kHeadDimV>::backward_shared_bytes() {
     constexpr OptionSets kSets = row_of(tuning::kFa1Backward, {kHeadDim, kHeadDimV}).options;
     return largest_of<kSets>([](auto options) {
         return Fa1BackwardConfig<__half, kHeadDim, kHeadDimV, options.value>::kSharedBytes;
@@ -152,8 +153,8 @@ int fa1_backward_shared_bytes() {
 }
 
 template <int kHeadDim, int kHeadDimV>
-cudaError_t fa1_backward(const BackwardParams& params, const BackwardKernel& kernel,
-                         cudaStream_t stream) {
+cudaError_t Fa1<kHeadDim, kHeadDimV>::backward(const BackwardParams& params,
+                                               const BackwardKernel& kernel, cudaStream_t stream) {
     constexpr OptionSets kSets = row_of(tuning::kFa1Backward, {kHeadDim, kHeadDimV}).options;
     return dispatch_kernel<kSets>(params, kernel, [&](auto element, auto options) {
         using Config = Fa1BackwardConfig<decltype(element), kHeadDim, kHeadDimV, options.value>;

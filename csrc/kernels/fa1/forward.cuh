@@ -52,7 +52,7 @@ namespace flash_ext {
 template <class Element_, int kHeadDim_, int kHeadDimV_, OptionSet kOptions_, int kBlockKV_>
 struct Fa1ForwardConfig {
     using Element = Element_;
-    static constexpr auto kTuning = tuning::fa1_forward({kHeadDim_, kHeadDimV_});
+    static constexpr auto kTuning = row_of(tuning::kFa1Forward, {kHeadDim_, kHeadDimV_});
     static constexpr OptionSet kOptions = kOptions_;
     static constexpr bool kGeneral = changes_scores(kOptions);
     static constexpr bool kMayBeVarlen = contains(kOptions, OptionSet::kVarlen);
@@ -549,8 +549,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 }
 
 template <int kHeadDim, int kHeadDimV>
-int fa1_forward_shared_bytes() {
-    constexpr int kBlockKV = tuning::fa1_forward({kHeadDim, kHeadDimV}).small_block_kv;
+int Fa1<kHeadDim, kHeadDimV>::forward_shared_bytes() {
+    constexpr int kBlockKV = row_of(tuning::kFa1Forward, {kHeadDim, kHeadDimV}).small_block_kv;
     constexpr int kBytes =  // with any options
         Fa1ForwardConfig<__half, kHeadDim, kHeadDimV, tuning::kDense, kBlockKV>::kSharedBytes;
     static_assert(kHeadDim > 64 || kBytes <= 99 * 1024, "compute capability 8.6, 8.9 and 12.x");
@@ -558,11 +558,11 @@ int fa1_forward_shared_bytes() {
 }
 
 template <int kHeadDim, int kHeadDimV>
-cudaError_t fa1_forward(const ForwardParams& params, const ForwardKernel& kernel,
-                        cudaStream_t stream) {
+cudaError_t Fa1<kHeadDim, kHeadDimV>::forward(const ForwardParams& params,
+                                              const ForwardKernel& kernel, cudaStream_t stream) {
     constexpr OptionSets kSets = row_of(tuning::kFa1Forward, {kHeadDim, kHeadDimV}).options;
     return dispatch_kernel<kSets>(params, kernel, [&](auto given, auto options) {
-        constexpr tuning::Fa1Forward kTuning = tuning::fa1_forward({kHeadDim, kHeadDimV});
+        constexpr tuning::Fa1Forward kTuning = row_of(tuning::kFa1Forward, {kHeadDim, kHeadDimV});
         // At 256 the branches of AnyHalf cost 5 to 7 % (note 023).
         constexpr bool kForBoth = changes_scores(options.value) && kHeadDim <= 128;
         using Element = std::conditional_t<kForBoth, AnyHalf, decltype(given)>;
@@ -571,7 +571,7 @@ cudaError_t fa1_forward(const ForwardParams& params, const ForwardKernel& kernel
         using Small =
             Fa1ForwardConfig<Element, kHeadDim, kHeadDimV, options.value, kTuning.small_block_kv>;
         // A larger KV tile means fewer passes of O through HBM; what fits depends on the GPU.
-        return launch_fitting<Large, Small>([&](auto config) {
+        return launch_fitting<Large, Small>(kernel.gpu, [&](auto config) {
             using Config = decltype(config);
             return launch_kernel<fa1_forward_kernel<Config>>(
                 params.heads_q * sequence_count(params), Config::kThreads, Config::kSharedBytes,

@@ -398,7 +398,7 @@ using Fa2ForwardConfig =
                   tuning::fa2_forward({kHeadDim, kHeadDimV}, kOptions, kLessMemory)>;
 
 template <int kHeadDim, int kHeadDimV>
-int fa2_forward_shared_bytes() {
+int Fa2<kHeadDim, kHeadDimV>::forward_shared_bytes() {
     constexpr OptionSets kSets = row_of(tuning::kFa2Forward, {kHeadDim, kHeadDimV}).options;
     return largest_of<kSets>([](auto options) {
         return Fa2ForwardConfig<__half, kHeadDim, kHeadDimV, options.value, true>::kSharedBytes;
@@ -406,8 +406,8 @@ int fa2_forward_shared_bytes() {
 }
 
 template <int kHeadDim, int kHeadDimV>
-cudaError_t fa2_forward(const ForwardParams& params, const ForwardKernel& kernel,
-                        cudaStream_t stream) {
+cudaError_t Fa2<kHeadDim, kHeadDimV>::forward(const ForwardParams& params,
+                                              const ForwardKernel& kernel, cudaStream_t stream) {
     constexpr OptionSets kSets = row_of(tuning::kFa2Forward, {kHeadDim, kHeadDimV}).options;
     return dispatch_kernel<kSets>(params, kernel, [&](auto given, auto options) {
         // One kernel serves both types: calls with options are rare, and its branches cheap.
@@ -415,7 +415,7 @@ cudaError_t fa2_forward(const ForwardParams& params, const ForwardKernel& kernel
         using Large = Fa2ForwardConfig<Element, kHeadDim, kHeadDimV, options.value, false>;
         using Small = Fa2ForwardConfig<Element, kHeadDim, kHeadDimV, options.value, true>;
         static_assert(Large::kCtasPerSm == Small::kCtasPerSm);  // the plan has one schedule
-        return launch_fitting<Large, Small>([&](auto config) {
+        return launch_fitting<Large, Small>(kernel.gpu, [&](auto config) {
             using Config = decltype(config);
             return launch_kernel<fa2_forward_kernel<Config>>(
                 cta_count(params.schedule), Config::kThreads, Config::kSharedBytes, params, stream);
