@@ -201,8 +201,9 @@ cudaError_t fa2_backward(const BackwardParams& params, const BackwardKernel& ker
             Fa2BackwardConfig<decltype(element), kHeadDim, kHeadDimV, options.value, true>;
         static_assert(Large::kBlockKV == Small::kBlockKV &&
                       Large::kCtasPerSm == Small::kCtasPerSm);  // the plan has one schedule
-        return launch_fitting<Large, Small>(
-            [&](auto config) { return launch_fa2_backward<decltype(config)>(params, stream); });
+        return launch_fitting<Large, Small>([&](auto config) {
+            return launch_fa2_backward<typename decltype(config)::type>(params, stream);
+        });
     });
 }
 

@@ -55,7 +55,6 @@ template <class Element_, int kHeadDim_, int kHeadDimV_, OptionSet kOptions_,
 struct ForwardConfig {
     using Element = Element_;
     static constexpr OptionSet kOptions = kOptions_;
-    static constexpr bool kGeneral = changes_scores(kOptions);
     static constexpr bool kMayBeVarlen = contains(kOptions, OptionSet::kVarlen);
     static constexpr bool kMayHaveSplits = contains(kOptions, OptionSet::kSplits);
     static constexpr int kHeadDim = kHeadDim_;
@@ -104,8 +103,8 @@ struct Fa2Forward {
     using Output = RegisterTile<Config::kRowsPerWarp, Config::kHeadDimV>;
     using Softmax = OnlineSoftmax<Config::kRowsPerWarp>;
     using QOperand = ACached<AFromRows<QTile>, Config::kRowsPerWarp, Config::kQRegisterCols>;
-    static constexpr bool kGeneral = Config::kGeneral;
-    static constexpr bool kUnaligned = contains(Config::kOptions, OptionSet::kUnaligned);
+    static constexpr OptionSet kOptions = Config::kOptions;
+    static constexpr bool kUnaligned = contains(kOptions, OptionSet::kUnaligned);
 
     const ForwardParams& params;
     int head;
@@ -219,38 +218,21 @@ struct Fa2Forward {
         const Interval queries{cta.first_query, cta.first_query + Config::kBlockQ};
         const Interval keys = tile_interval(kv_tiles.tile(i), Config::kBlockKV);
         const int first_row = cta.first_query + warp_row;
-        if constexpr (kGeneral)
-            ScoreFunction<Element, Rows::kQueries, Config::kOptions>{params, cta.sequence, cta.head}
-                .apply(rS, first_row, keys.begin);
+        if constexpr (changes_scores(kOptions))
+            ScoreFunction<Element, Rows::kQueries, kOptions>{params, cta.sequence, cta.head}.apply(
+                rS, first_row, keys.begin);
         if (!kv_tiles.is_full(i, cta.mask, queries, keys)) {
             mask_scores(rS, keys.begin,
                         [&](int row) { return cta.mask.key_range(first_row + row); });
         }
     }
 
-    // A kernel that changes scores scales them before it masks them; the others in the exponent.
-    __device__ __forceinline__ auto exponent_scale() const {
-        if constexpr (kGeneral) {
-            return Unscaled{};
-        } else {
-            return params.scale_log2;
-        }
-    }
-
     // S becomes P.
     __device__ __forceinline__ void exponentiate(Scores& rS, Output& rO, Softmax& softmax,
                                                  int kv_tile) const {
-        softmax.update(rS, rO, exponent_scale());
-        if constexpr (contains(Config::kOptions, OptionSet::kDropout)) {
-            if (params.rng_state != nullptr) {
-                for_each_keep<Scores>(dropout_mask(params, sequence, head), first_query + warp_row,
-                                      kv_tile * Config::kBlockKV,
-                                      [&](int m, int n, int i, bool keep) {
-                                          float& x = rS.v[m][n][i];
-                                          x = keep ? x * params.p_factor : 0.f;
-                                      });
-            }
-        }
+        softmax.update(rS, rO, exponent_scale<kOptions>(params));
+        drop<kOptions>(rS, params, sequence, head, first_query + warp_row,
+                       kv_tile * Config::kBlockKV);
     }
 
     // O += P V.
@@ -273,8 +255,7 @@ struct Fa2Forward {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 float factor = softmax.inverse_sum(m, i);
-                if constexpr (contains(Config::kOptions, OptionSet::kDropout))
-                    factor *= params.late_factor;
+                if constexpr (contains(kOptions, OptionSet::kDropout)) factor *= params.late_factor;
 #pragma unroll
                 for (int n = 0; n < Output::kN; ++n) {
                     rO.v[m][n][2 * i] *= factor;
@@ -406,7 +387,7 @@ cudaError_t fa2_forward(const ForwardParams& params, const ForwardKernel& kernel
         using Small = Fa2ForwardConfig<Element, kHeadDim, kHeadDimV, options.value, true>;
         static_assert(Large::kCtasPerSm == Small::kCtasPerSm);  // the plan has one schedule
         return launch_fitting<Large, Small>([&](auto config) {
-            using Config = decltype(config);
+            using Config = typename decltype(config)::type;
             return launch_kernel<fa2_forward_kernel<Config>>(
                 cta_count(params.schedule), Config::kThreads, Config::kSharedBytes, params, stream);
         });
