@@ -33,7 +33,6 @@
 #include "problem/score.cuh"
 #include "problem/sequences.cuh"
 #include "ptx/memory.cuh"
-#include "tile/any_half.cuh"
 #include "tile/copy.cuh"
 #include "tile/gemm.cuh"
 
@@ -294,8 +293,7 @@ struct BackwardTile {
                                               int first_key) const {
         rP.clear();
         gemm<Element, kHeadDim>(rP, AFromRows<KTile>(k_tile(), warp_key),
-                                BFromRows<QTile>(q_tile_at(walk.stage), warp_query()),
-                                params.element_type);
+                                BFromRows<QTile>(q_tile_at(walk.stage), warp_query()));
         const int first_query = walk.q_tile() * kBlockQ + warp_query();
         if constexpr (changes_scores(kOptions))
             score_function(walk.head).apply(rP, first_key + warp_key, first_query);
@@ -326,8 +324,7 @@ struct BackwardTile {
         const float* minus_delta = statistics(walk.stage).minus_delta + warp_query();
         rdS.clear();  // dP^T first
         gemm<Element, kHeadDimV>(rdS, AFromRows<VTile>(v_tile(), warp_key),
-                                 BFromRows<DOTile>(do_tile_at(walk.stage), warp_query()),
-                                 params.element_type);
+                                 BFromRows<DOTile>(do_tile_at(walk.stage), warp_query()));
         if constexpr (!contains(kOptions, OptionSet::kDropout) &&
                       !contains(kOptions, OptionSet::kSoftcap)) {
             softmax_gradient<Rows::kKeys>(rdS, rP, minus_delta);

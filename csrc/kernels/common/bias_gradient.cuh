@@ -13,12 +13,11 @@
 #include "plan/tuning.h"
 #include "plan/workspace_rows.cuh"
 #include "problem/sequences.cuh"
-#include "tile/any_half.cuh"
 
 namespace flash_ext {
 
-template <int kHeadDim>
-using BiasGradientTile = BackwardTile<AnyHalf, kHeadDim, kHeadDim, tuning::kAllOptions,
+template <class Element, int kHeadDim>
+using BiasGradientTile = BackwardTile<Element, kHeadDim, kHeadDim, tuning::kAllOptions,
                                       row_of(tuning::kBiasGradient, {kHeadDim, kHeadDim}).all>;
 
 // The number of tiles of dbias in a dimension.
@@ -124,10 +123,8 @@ struct BiasGradient {
             if (bias.type == BiasType::kFloat32) {
                 static_cast<float*>(params.dbias)[index] = total;
             } else {
-                with_element<typename Tile::Element>(params.element_type, [&](auto element) {
-                    using Rounded = decltype(element);
-                    static_cast<Rounded*>(params.dbias)[index] = ptx::from_float<Rounded>(total);
-                });
+                using Element = typename Tile::Element;
+                static_cast<Element*>(params.dbias)[index] = ptx::from_float<Element>(total);
             }
         }
     }
@@ -163,13 +160,15 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 cudaError_t bias_gradient(BackwardParams params, cudaStream_t stream) {
     const auto* row = tuning::find_row(tuning::kBiasGradient, {params.head_dim, params.head_dim_v});
     if (row == nullptr) return kNoKernel;
+    const int (&sizes)[4] = params.bias.sizes;
     return dispatch_head_dims<tuning::kBiasGradient>(row->head_dims, [&](auto dim, auto) {
-        using Tile = BiasGradientTile<dim.value>;
-        const int (&sizes)[4] = params.bias.sizes;
-        const int64_t ctas = int64_t{bias_tiles(sizes[3], Tile::kBlockKV)} *
-                             bias_tiles(sizes[2], Tile::kBlockQ) * sizes[1] * sizes[0];
-        return launch_kernel<bias_gradient_kernel<Tile>>(ctas, Tile::kThreads, Tile::kSharedBytes,
-                                                         params, stream);
+        return dispatch_element(params.element_type, [&](auto element) {
+            using Tile = BiasGradientTile<decltype(element), dim.value>;
+            const int64_t ctas = int64_t{bias_tiles(sizes[3], Tile::kBlockKV)} *
+                                 bias_tiles(sizes[2], Tile::kBlockQ) * sizes[1] * sizes[0];
+            return launch_kernel<bias_gradient_kernel<Tile>>(ctas, Tile::kThreads,
+                                                             Tile::kSharedBytes, params, stream);
+        });
     });
 }
 

@@ -43,7 +43,6 @@
 #include "schedule/split_kv.cuh"
 #include "schedule/tile_numbers.cuh"
 #include "schedule/tile_order.cuh"
-#include "tile/any_half.cuh"
 #include "tile/copy.cuh"
 #include "tile/cp_async_pipeline.cuh"
 #include "tile/gemm.cuh"
@@ -194,7 +193,7 @@ struct Fa2Forward {
                                           const VisibleTiles& kv_tiles, int i,
                                           uint32_t stage) const {
         rS.clear();
-        gemm<Element, kHeadDim>(rS, q, BFromRows<KTile>(sK(stage)), params.element_type);
+        gemm<Element, kHeadDim>(rS, q, BFromRows<KTile>(sK(stage)));
         pipeline.consumer_release(stage);
 
         const Fa2Forward cta = in_loop();
@@ -220,7 +219,7 @@ struct Fa2Forward {
     // O += P V.
     __device__ __forceinline__ void accumulate(Output& rO, const Scores& rP, uint32_t stage) const {
         gemm<Element, kBlockKV>(rO, AFromRegisters<Element, Scores>{rP},
-                                BFromColumns<VTile>(sV(stage)), params.element_type);
+                                BFromColumns<VTile>(sV(stage)));
     }
 
     // O / l to HBM, through the warp's own rows of the Q tile, and the logsumexp; or those of a
@@ -261,7 +260,7 @@ struct Fa2Forward {
             return;
         }
         __syncwarp();  // the warp has read its rows of Q
-        store_to_shared<Element, OTile>(sQ, rO, warp_row, 0, params.element_type);
+        store_to_shared<Element, OTile>(sQ, rO, warp_row, 0);
         __syncwarp();  // O's rows are complete
         const auto gO =
             global_tile<Element>(params.out, sequence.batch, sequence.q_begin + first_row, head,
@@ -360,9 +359,8 @@ template <int kHeadDim, int kHeadDimV>
 cudaError_t fa2_forward(const ForwardParams& params, const ForwardKernel& kernel,
                         cudaStream_t stream) {
     constexpr OptionSets kSets = row_of(tuning::kFa2Forward, {kHeadDim, kHeadDimV}).options;
-    return dispatch_kernel<kSets>(params, kernel, [&](auto given, auto options) {
-        // One kernel serves both types: calls with options are rare, and its branches cheap.
-        using Element = std::conditional_t<changes_scores(options.value), AnyHalf, decltype(given)>;
+    return dispatch_kernel<kSets>(params, kernel, [&](auto element, auto options) {
+        using Element = decltype(element);
         using Large = Fa2ForwardOf<Element, kHeadDim, kHeadDimV, options.value, false>;
         using Small = Fa2ForwardOf<Element, kHeadDim, kHeadDimV, options.value, true>;
         static_assert(Large::kCtasPerSm == Small::kCtasPerSm);  // the plan has one schedule
