@@ -57,15 +57,10 @@ __device__ __forceinline__ uint2 scaled(Float8, const float* x, const float (&fa
     return {pack(0), pack(4)};
 }
 
-// The vectors of a thread.
-constexpr int rotated_vectors(int hadamard_dim) { return hadamard_dim > 64 ? 16 : 8; }
-
 // kHadamardDim: 0 without a rotation.
-template <class Element, int kHadamardDim, int kRowVectors = rotated_vectors(kHadamardDim),
-          int kCtas = 1>
+template <class Element, int kHadamardDim>
 class TileRows {
  public:
-    using Type = Element;
     static constexpr bool kRotates = kHadamardDim > 0;
     static constexpr int kDim = kRotates ? kHadamardDim : 8;
     // Of numbers less their mean.
@@ -74,7 +69,7 @@ class TileRows {
     static __device__ float divisor(const QuantizeParams& params) {
         return kRotates || params.mean != nullptr ? kMeanDivisor : 1;
     }
-    static constexpr int kThreadVectors = kRowVectors;
+    static constexpr int kThreadVectors = kDim > 64 ? 16 : 8;
     static constexpr int kLanes = kDim <= 8 * kThreadVectors ? 1 : kDim / (8 * kThreadVectors);
     static constexpr int kVectors = kDim / 8 / kLanes;
     static constexpr int kUnits = kThreadVectors / kVectors;  // per thread
@@ -82,14 +77,14 @@ class TileRows {
     static_assert(kLanes * kVectors * 8 == kDim && kUnits * kVectors == kThreadVectors);
     // A unit's vectors, and pairs of its results' pieces, for a swizzle.
     using Layout = TileLayout<kThreadVectors, kVectors == 16 ? 4 : 3,
-                              kVectors == 16 && kLanes == 2 ? 4 : 3, kCtas>;
+                              kVectors == 16 && kLanes == 2 ? 4 : 3, kDim == 256 ? 2 : 1>;
     static constexpr int kUnitStep = 32 / kLanes * (kDim / 8);  // vectors between a lane's units
     static constexpr int kUnitRows = Layout::kVectorRows * (kUnitStep / 32);
     static_assert(kUnitStep % 32 == 0);  // so they are in the same columns
     // An SM has registers for this many threads, half of them or more for elements. (Code for sm_80
     // needs a few more of them.)
     static constexpr int kSmThreads = kThreadVectors == 16 ? 384 : 512;
-    static constexpr int kRegisters = kThreadVectors < 16 ? 128 : 168;
+    static constexpr int kRegisters = kThreadVectors == 16 ? 168 : 128;
 
     __device__ TileRows(const QuantizeParams& params)
         : at_(params, static_cast<int>(first_of(threadIdx.x % 32))) {
