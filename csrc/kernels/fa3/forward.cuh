@@ -103,7 +103,7 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
     __device__ __forceinline__ void begin_tile(State& x) const {
         const QueryTile& tile = work_tiles[x.tile];
         x.full_tiles = full_tiles(tile);
-        if constexpr (!kPingPong) {  // which needs equal numbers of iterations
+        if constexpr (!kTuning.ping_pong) {  // which needs equal numbers of iterations
             const int last = max_of(this->last_tile(tile), x.first_kv_tile);
             x.skipped_tiles = max_of(x.kv_tile - last, 0);
             x.kv_tile -= x.skipped_tiles;
