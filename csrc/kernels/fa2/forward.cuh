@@ -231,27 +231,21 @@ struct Fa2Forward {
         const int64_t first = statistics + (is_split ? split() * statistics_rows(params) : 0);
         // One pointer for both, which saves registers.
         float* target = is_split ? &params.statistics_partial[first].max : params.lse + first;
-#pragma unroll
-        for (int m = 0; m < Output::kM; ++m)
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                float factor = softmax.inverse_sum(m, i);
-                if constexpr (contains(kOptions, OptionSet::kDropout)) factor *= params.late_factor;
-#pragma unroll
-                for (int n = 0; n < Output::kN; ++n) {
-                    rO.v[m][n][2 * i] *= factor;
-                    rO.v[m][n][2 * i + 1] *= factor;
-                }
-                const float lse = softmax.lse(m, i);
-                const int row = first_row + 16 * m + lane_row() + 8 * i;
-                if (lane_col() != 0 || row >= sequence.seqlen_q) continue;
-                if (is_split) {
-                    target[2 * row] = softmax.row_max[m][i];
-                    target[2 * row + 1] = softmax.row_sum[m][i];
-                } else {
-                    target[row] = lse;
-                }
+        for_each_row<kRowsPerWarp>([&](int m, int i, int row_of_warp) {
+            const float factor =
+                softmax.inverse_sum(m, i) *
+                (contains(kOptions, OptionSet::kDropout) ? params.late_factor : 1.f);
+            rO.map_row(m, i, [&](float x) { return x * factor; });
+            const float lse = softmax.lse(m, i);
+            const int row = first_row + row_of_warp;
+            if (lane_col() != 0 || row >= sequence.seqlen_q) return;
+            if (is_split) {
+                target[2 * row] = softmax.row_max[m][i];
+                target[2 * row + 1] = softmax.row_sum[m][i];
+            } else {
+                target[row] = lse;
             }
+        });
         if (is_split) {
             store_rows(params.o_partial, rO, [&](int row) {
                 const int query = first_row + row;
