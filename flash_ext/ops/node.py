@@ -103,6 +103,14 @@ def _bwd_fake(dout: Tensor, *tensors: Any, **options: Any) -> Any:
     return *(x.new_empty(x.shape) for x in qkv), bias.new_empty(bias.shape) if need_dbias else None
 
 
+def _bwd_flops(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *more: Any, **_: Any) -> int:
+    *_bias_and_mask, out, lse, cu_seqlens_q, cu_seqlens_k = more[:6]
+    seqused_k = more[-1]
+    options = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k}
+    given: dict[str, Any] = {name: x for name, x in options.items() if x is not None}
+    return flops.bwd_flops(dout, None, q, k, v, out, lse, **given)
+
+
 def define(library: Library, record: Callable[..., Any]) -> None:
     """Define the ops above. `record` makes a call, and records the refusing node of its tensors."""
     library.define(f"node_options_CUDA({schema_options()}) -> float")
@@ -117,4 +125,4 @@ def define(library: Library, record: Callable[..., Any]) -> None:
         "CompositeImplicitAutograd",
     )
     register_fake("flash_ext::node_bwd", _bwd_fake, lib=library)
-    flops.register(below.overloadpacket, flops.node_flops)
+    flops.register(below.overloadpacket, _bwd_flops)
