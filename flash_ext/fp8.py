@@ -47,7 +47,7 @@ from typing_extensions import Unpack
 
 from . import functional
 from .functional import AttentionOptions, attention_options, recorded, unknown_option
-from .ops.autograd import as_kernels_take, autocast_tensors, refuse_tangents
+from .ops.autograd import as_kernels_take, autocast_tensors, refuse_tangents, save, saved
 from .ops.call import is_real
 from .ops.checks import refuse, require_dtype, require_number, require_tensors
 from .ops.options import QK_8_BITS
@@ -398,8 +398,8 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        q, k, v, out, lse, *tensors = ctx.saved_tensors
-        options = ctx.options | dict(zip(ctx.names, tensors, strict=True))
+        options = saved(ctx)
+        q, k, v, out, lse = (options.pop(name) for name in ("q", "k", "v", "out", "lse"))
         dout, dlse = as_kernels_take(dout, dlse, out)
         dout, out = dout.to(q.dtype), out.to(q.dtype)
         dq, dk, dv, dsink = _bwd_without_mean(dout, dlse, q, k, v, out, lse, options)
@@ -449,12 +449,9 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     options = {name: x for name, x in options.items() if name not in ("out_dtype", "variant")}
     cu_seqlens_q, cu_seqlens_k = quantization.cu_seqlens
     given = attention_options(q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options)
-    tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
-    ctx.options = {name: x for name, x in given.items() if name not in tensors}
-    ctx.names = tuple(tensors)
+    out, lse = output
+    save(ctx, {"q": q, "k": k, "v": v, "out": out, "lse": lse}, given)
     ctx.sink_dtype = None if sink is None else sink.dtype
-    ctx.save_for_backward(q, k, v, *output, *tensors.values())
-    ctx.set_materialize_grads(False)
 
 
 class _TransformedAttend(torch.autograd.Function):
