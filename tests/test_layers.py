@@ -140,15 +140,25 @@ def python_layer(module: str) -> int:
 
 def python_violations(file: Path, code: str) -> Iterator[str]:
     """The imports of a file, given relative to flash_ext/, from higher layers; in functions too."""
-    package, here = file.parts[:-1], python_layer(file.with_suffix("").parts[0])
+    here = python_layer(file.with_suffix("").parts[0])
     for node in ast.walk(ast.parse(code)):
-        if not isinstance(node, ast.ImportFrom) or node.level == 0:
-            continue
-        parts = package[: len(package) + 1 - node.level]
-        base = ".".join((*parts, node.module or "")).strip(".")
-        for module in [base] if base else [x.name for x in node.names]:
+        for module in imported(node, file.parts[:-1]):
             if module != "__version__" and python_layer(module) > here:
                 yield f"{file}: imports {module}, which is of a higher layer"
+
+
+def imported(node: ast.AST, package: tuple[str, ...]) -> Iterator[str]:
+    """The modules of flash_ext that a statement or a call of import_module in a package imports."""
+    names, prefix = [], "flash_ext."
+    if isinstance(node, ast.Import):
+        names = [x.name for x in node.names]
+    elif isinstance(node, ast.ImportFrom):
+        folder = ("flash_ext", *package)[: len(package) + 2 - node.level] if node.level else ()
+        base = ".".join(filter(None, (*folder, node.module)))
+        names = [f"{prefix}{x.name}" for x in node.names] if base == "flash_ext" else [base]
+    elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+        names = [x.value for x in node.args if isinstance(x, ast.Constant)]
+    yield from (name.removeprefix(prefix) for name in names if name.startswith(prefix))
 
 
 def test_the_package_keeps_its_layers() -> None:
@@ -164,6 +174,10 @@ def test_the_package_keeps_its_layers() -> None:
         ("functional.py", "from .explanation import explain"),
         ("dropout.py", "from . import cpu"),
         ("ops/autograd.py", "def f():\n    from ..integrations import dtensor"),
+        ("ops/autograd.py", "def f():\n    import flash_ext.integrations.dtensor"),
+        ("ops/autograd.py", "def f():\n    from flash_ext.integrations import dtensor"),
+        ("ops/autograd.py", "def f():\n    from flash_ext import integrations"),
+        ("ops/autograd.py", "import_module('flash_ext.integrations.dtensor')"),
     ],
 )
 def test_a_breach_in_python_is_found(file: str, code: str) -> None:
