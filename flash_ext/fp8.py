@@ -385,18 +385,21 @@ class _Attend(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sink: Tensor | None,
-        quantization: _Quantization,
-        options: dict[str, Any],
-    ) -> tuple[Tensor, Tensor]:
-        results = _attend_without_gradient(q, k, v, quantization, True, options)
-        _save_for_backward(ctx, (q, k, v, sink, quantization, options), results)
-        return results  # type: ignore[no-any-return]
+    def forward(*inputs: Any) -> tuple[Tensor, Tensor]:
+        q, k, v, _, quantization, options = inputs
+        return _attend_without_gradient(q, k, v, quantization, True, options)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        q, k, v, sink, quantization, options = inputs
+        options = {name: x for name, x in options.items() if name not in ("out_dtype", "variant")}
+        cu_seqlens_q, cu_seqlens_k = quantization.cu_seqlens
+        given = attention_options(
+            q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options
+        )
+        out, lse = output
+        save(ctx, {"q": q, "k": k, "v": v, "out": out, "lse": lse}, given)
+        ctx.sink_dtype = None if sink is None else sink.dtype
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
@@ -445,30 +448,11 @@ def _bwd_without_mean(
     return dq, dk, dv, dsink
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """What `_Attend.backward` needs."""
-    q, k, v, sink, quantization, options = inputs
-    options = {name: x for name, x in options.items() if name not in ("out_dtype", "variant")}
-    cu_seqlens_q, cu_seqlens_k = quantization.cu_seqlens
-    given = attention_options(q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options)
-    out, lse = output
-    save(ctx, {"q": q, "k": k, "v": v, "out": out, "lse": lse}, given)
-    ctx.sink_dtype = None if sink is None else sink.dtype
-
-
-class _TransformedAttend(torch.autograd.Function):
-    """`_Attend` for torch.vmap, torch.func and forward mode. It has a jvp, so not for compilers."""
+class _TransformedAttend(_Attend):
+    """For torch.vmap, torch.func and forward mode. It has a jvp, so not for compilers."""
 
     generate_vmap_rule = True
     jvp = staticmethod(refuse_tangents)
-
-    @staticmethod
-    def forward(*inputs: Any) -> tuple[Tensor, Tensor]:
-        q, k, v, _, quantization, options = inputs
-        return _attend_without_gradient(q, k, v, quantization, True, options)  # type: ignore[no-any-return]
-
-    setup_context = staticmethod(_save_for_backward)
-    backward = _Attend.backward
 
 
 @overload

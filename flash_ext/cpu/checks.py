@@ -26,10 +26,12 @@ _MAX_HEAD_DIM = 256
 
 def _require_shape(argument: str, tensor: Tensor, shape: tuple[int, ...], layout: str) -> None:
     if tuple(tensor.shape) != shape:
-        refuse(argument, f"of shape {layout} = {shape}", tuple(tensor.shape))
+        named = f"{layout} = " if layout else ""
+        refuse(argument, f"of shape {named}{shape}", tuple(tensor.shape))
 
 
-def _require_contiguous_rows(argument: str, tensor: Tensor) -> None:
+def require_contiguous_rows(argument: str, tensor: Tensor) -> None:
+    """Refuse a last dimension whose elements are not adjacent."""
     if tensor.numel() > 0 and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         refuse(argument, "contiguous in its last dimension", f"strides {tensor.stride()}")
 
@@ -40,18 +42,21 @@ def _require_like(
     if tensor.dtype != (dtype or q.dtype):
         refuse(argument, f"of q's dtype {dtype_name(q.dtype)}", tensor.dtype)
     require_device(argument, tensor, q)
-    _require_contiguous_rows(argument, tensor)
+    require_contiguous_rows(argument, tensor)
 
 
-def _require_plain(
+def require_plain(
     argument: str,
     tensor: Tensor,
     q: Tensor,
     dtype: torch.dtype,
     shape: tuple[int, ...],
-    layout: str,
+    layout: str = "",
 ) -> None:
-    """A contiguous tensor on q's device."""
+    """Refuse what is not a contiguous tensor on q's device of this dtype and shape.
+
+    `layout` names the dimensions.
+    """
     if tensor.dtype != dtype:
         refuse(argument, dtype_name(dtype), tensor.dtype)
     _require_shape(argument, tensor, shape, layout)
@@ -145,10 +150,10 @@ def _check_lengths(q: Tensor, k: Tensor, options: Options) -> int:
         batch = max(options.cu_seqlens[0].numel() - 1, 0)
         names = ("cu_seqlens_q", "cu_seqlens_k")
         for name, cu_seqlens, x in zip(names, options.cu_seqlens, (q, k), strict=True):
-            _require_plain(name, cu_seqlens, q, torch.int32, (batch + 1,), "(batch + 1)")
+            require_plain(name, cu_seqlens, q, torch.int32, (batch + 1,), "(batch + 1)")
             check_offsets(name, cu_seqlens, x.shape[0])
     if options.seqused_k is not None:
-        _require_plain("seqused_k", options.seqused_k, q, torch.int32, (batch,), "(batch)")
+        require_plain("seqused_k", options.seqused_k, q, torch.int32, (batch,), "(batch)")
         packed = options.cu_seqlens_k
         lengths = [k.shape[1]] * batch if packed is None else packed.diff().tolist()
         for b, (used, length) in enumerate(zip(options.seqused_k.tolist(), lengths, strict=True)):
@@ -251,16 +256,16 @@ def _check_options(q: Tensor, k: Tensor, options: Options, batch: int) -> None:
         shape = (heads,) if slopes.dim() == 1 else (batch, heads)
         _require_shape("alibi_slopes", slopes, shape, "(heads_q) or (batch, heads_q)")
         require_device("alibi_slopes", slopes, q)
-        _require_contiguous_rows("alibi_slopes", slopes)
+        require_contiguous_rows("alibi_slopes", slopes)
     if options.bias is not None:
         _check_bias(q, k, options.bias, batch)
     if options.sink is not None:
-        _require_plain("sink", options.sink, q, dtype, (heads,), "(heads_q)")
+        require_plain("sink", options.sink, q, dtype, (heads,), "(heads_q)")
     if options.dropout_p > 0:
         if options.rng_state is None:
             refuse("rng_state", "given when dropout_p > 0", None)
         layout = "(seed and offset)"
-        _require_plain("rng_state", options.rng_state, q, torch.int64, (2,), layout)
+        require_plain("rng_state", options.rng_state, q, torch.int64, (2,), layout)
 
 
 def check_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str:
@@ -307,5 +312,5 @@ def check_backward(tensors: BackwardTensors, options: Options) -> str:
             (*rows[:-1], heads, rows[-1]),
         )
         if x is not None:
-            _require_plain(name, x, q, dtype, shape, lse_layout)
+            require_plain(name, x, q, dtype, shape, lse_layout)
     return variant

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops.checks import dtype_name, refuse, require_device
+from ..ops.checks import refuse
 from ..ops.quantize import SCALE_ROWS, batch_of, check_dtype, check_scales, descale_shape
 from ..ops.schemas import library
-from .checks import check_offsets
+from .checks import check_offsets, require_contiguous_rows, require_plain
 
 MAX_FLOAT8 = 448.0
 """The largest number of e4m3."""
@@ -53,20 +53,6 @@ def butterflies(x: Tensor) -> Tensor:
     return x
 
 
-def _check_plain(
-    name: str, tensor: Tensor | None, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]
-) -> None:
-    if tensor is None:
-        return
-    if tensor.dtype != dtype:
-        refuse(name, dtype_name(dtype), tensor.dtype)
-    if tuple(tensor.shape) != shape:
-        refuse(name, f"of shape {shape}", tuple(tensor.shape))
-    require_device(name, tensor, x)
-    if not tensor.is_contiguous():
-        refuse(name, "contiguous", f"strides {tensor.stride()}")
-
-
 def _check_rows(
     x: Tensor,
     cu_seqlens: Tensor | None,
@@ -84,17 +70,20 @@ def _check_rows(
     *_, heads, dim = x.shape
     if not 1 <= dim <= 256:
         refuse("x's head dimension", "1 to 256", dim)
-    if x.numel() > 0 and dim > 1 and x.stride(-1) != 1:
-        refuse("x", "contiguous in its last dimension", f"strides {x.stride()}")
+    require_contiguous_rows("x", x)
     if heads == 0:
         refuse("x's number of heads", "at least 1", heads)
     if cu_seqlens is not None and cu_seqlens.numel() < 1:
         refuse("cu_seqlens", "of shape (batch + 1)", tuple(cu_seqlens.shape))
     batch = batch_of(x, cu_seqlens)
-    _check_plain("cu_seqlens", cu_seqlens, x, torch.int32, (batch + 1,))
-    _check_plain("seqused", seqused, x, torch.int32, (batch,))
-    _check_plain("mean", mean, x, torch.float32, (batch, heads, dim))
-    _check_plain("signs", signs, x, torch.int8, (dim,))
+    for name, tensor, dtype, shape in (
+        ("cu_seqlens", cu_seqlens, torch.int32, (batch + 1,)),
+        ("seqused", seqused, torch.int32, (batch,)),
+        ("mean", mean, torch.float32, (batch, heads, dim)),
+        ("signs", signs, torch.int8, (dim,)),
+    ):
+        if tensor is not None:
+            require_plain(name, tensor, x, dtype, shape)
     if cu_seqlens is not None:
         check_offsets("cu_seqlens", cu_seqlens, x.shape[0])
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..ops.checks import refuse, require_device, statistics_dtype
+from ..ops.checks import dtype_name, refuse, require_device, statistics_dtype
 from ..ops.schemas import library
 from ..ops.sum_rows import MOST_OUTS, MOST_PARTS
+from .checks import require_contiguous_rows
 
 
 def _require(
@@ -19,11 +20,9 @@ def _require(
     if tuple(x.shape) != shape:
         refuse(name, f"of shape {shape}", tuple(x.shape))
     if x.dtype not in dtypes:
-        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        refuse(name, names, x.dtype)
+        refuse(name, " or ".join(map(dtype_name, dtypes)), x.dtype)
     require_device(name, x, out)
-    if x.numel() > 0 and x.shape[-1] > 1 and x.stride(-1) != 1:
-        refuse(name, "contiguous in its last dimension", f"strides {x.stride()}")
+    require_contiguous_rows(name, x)
 
 
 def _require_rows(name: str, x: Tensor, out: Tensor, rows: int | None = None) -> None:

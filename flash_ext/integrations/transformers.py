@@ -43,6 +43,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import masking_utils
 
+from ..flash_attn.shared import rows_contiguous
 from ..functional import attention, attention_varlen
 from ..ops.checks import statistics_dtype
 from ._transformers_mask import Mask
@@ -265,10 +266,6 @@ def _only_eager(source: str) -> bool:
     return bool(own) and not any(getattr(x, "_supports_sdpa", True) for x in own)
 
 
-def _rows_contiguous(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def _bias(visible: Tensor | None, position_bias: Tensor | None, q: Tensor) -> Tensor | None:
     """A mask, bool or added to the scores, and a bias of the scores as one bias."""
     if visible is None or position_bias is None:
@@ -390,7 +387,7 @@ def attention_forward(
         key, value = key[:, :, : rule.seqlen_k], value[:, :, : rule.seqlen_k]
         if position_bias is not None:
             position_bias = position_bias[..., : rule.seqlen_k]
-    q, k, v = (_rows_contiguous(x.transpose(1, 2)) for x in (query, key, value))
+    q, k, v = (rows_contiguous(x.transpose(1, 2)) for x in (query, key, value))
     options: dict[str, Any] = {
         "scale": scaling,
         "causal": rule.causal and rows > 1,
