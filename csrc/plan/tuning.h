@@ -422,19 +422,14 @@ inline constexpr BiasGradient kBiasGradient[] = {
 enum class Fa3BackwardSchedule { kPingPong, kByMatmul, kByMatmulEarly, kEarly, kLateFences };
 using enum Fa3BackwardSchedule;
 
-// Where dQ is. In the registers of S it must be stored before the next S begins. Otherwise it is
-// stored while the next matmuls run; d 128 lacks the registers for it.
-enum class DQRegisters { kOfS, kOfDP, kOwn };
-using enum DQRegisters;
-
 struct Fa3Backward {
     int block_q;
     int q_stages;   // of Q tiles with their lse
     int do_stages;  // of dO tiles with their delta
     Fa3BackwardSchedule schedule;
-    bool transpose_dq = true;  // a consumer's half of dQ: 64 columns, or 64 rows
-    bool hold_ds = true;       // dK takes dS from registers, or from shared memory
-    DQRegisters dq_registers = kOfS;
+    bool transpose_dq = true;     // a consumer's half of dQ: 64 columns, or 64 rows
+    bool hold_ds = true;          // dK takes dS from registers, or from shared memory
+    bool dq_takes_scores = true;  // is dQ in the registers of S, or in its own?
 
     // Ping-pong gains 2 to 9 % if exponentials take as long as matmuls, and 1 % at d 128. In the
     // kernel for softcap and ALiBi at d 128 it costs 1 to 4 % (with softcap).
@@ -447,9 +442,8 @@ struct Fa3Backward {
         return schedule == kByMatmulEarly || schedule == kEarly;
     }
     // A fence waits until the stores before it are done. Late fences, of dS and dQ, come when the
-    // next matmuls have been started; so do late stores of dQ.
+    // next matmuls have been started.
     constexpr bool late_fences() const { return schedule != kPingPong; }
-    constexpr bool late_dq() const { return late_fences() && dq_registers != kOfS; }
 };
 
 inline constexpr OptionSets kFa3BackwardOptions{1, {kVarlen}};
@@ -472,7 +466,7 @@ inline constexpr Fa3BackwardRow kFa3Backward[] = {
                .do_stages = 3,
                .schedule = kByMatmul,
                .transpose_dq = false,
-               .dq_registers = kOwn}},
+               .dq_takes_scores = false}},
     {.head_dims = {64, 64},
      .options = kFa3BackwardAllOptions,
      .usual = {.block_q = 128,
@@ -480,8 +474,7 @@ inline constexpr Fa3BackwardRow kFa3Backward[] = {
                .do_stages = 2,
                .schedule = kByMatmul,
                .transpose_dq = false,
-               .hold_ds = false,
-               .dq_registers = kOfDP},
+               .hold_ds = false},
      .with_options = kPingPong},
     {.head_dims = {96, 96},
      .usual = {.block_q = 96, .q_stages = 2, .do_stages = 2, .schedule = kPingPong}},

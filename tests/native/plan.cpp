@@ -170,6 +170,9 @@ struct Planned {
     std::vector<std::string> launches;
     int num_splits = 1;
     int pack_gqa_log2 = 0;
+    int tile = 0;  // tuning::Fa3ForwardTile
+    int l2_group_heads = 0;
+    int tiles_at_once = 0;
 };
 
 // A problem, with contiguous tensors.
@@ -281,6 +284,9 @@ struct Problem {
                                        {"counters", &params.counters}});
         found.num_splits = params.num_splits;
         found.pack_gqa_log2 = params.pack_gqa_log2;
+        found.tile = static_cast<int>(plan.kernel.tile);
+        found.l2_group_heads = params.schedule.l2_group_heads;
+        found.tiles_at_once = params.schedule.tiles_at_once;
         return found;
     }
 
@@ -321,7 +327,10 @@ PYBIND11_MODULE(MODULE, m) {
         .def_readonly("bytes", &Planned::bytes)
         .def_readonly("launches", &Planned::launches)
         .def_readonly("num_splits", &Planned::num_splits)
-        .def_readonly("pack_gqa_log2", &Planned::pack_gqa_log2);
+        .def_readonly("pack_gqa_log2", &Planned::pack_gqa_log2)
+        .def_readonly("tile", &Planned::tile)
+        .def_readonly("l2_group_heads", &Planned::l2_group_heads)
+        .def_readonly("tiles_at_once", &Planned::tiles_at_once);
     py::class_<Problem>(m, "Problem", py::module_local())
         .def(py::init<>())
         .def_readwrite("gpu", &Problem::gpu)
