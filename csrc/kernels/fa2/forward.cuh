@@ -45,8 +45,8 @@
 #include "schedule/tile_order.cuh"
 #include "tile/any_half.cuh"
 #include "tile/copy.cuh"
+#include "tile/cp_async_pipeline.cuh"
 #include "tile/gemm.cuh"
-#include "tile/pipeline.cuh"
 
 namespace flash_ext {
 
@@ -72,12 +72,11 @@ struct ForwardConfig {
     using VTile = SharedTile<Element, kBlockKV, kHeadDimV>;
     using OTile = SharedTile<Element, kBlockQ, kHeadDimV>;  // is stored through Q's memory
     // The loop loads one stage ahead.
-    using KVPipeline = Pipeline<2, KTile::kBytes + VTile::kBytes>;
+    using KVPipeline = CpAsyncPipeline<2, KTile::kBytes + VTile::kBytes, kThreads>;
 
     struct SharedStorage {
         char q_o[max_of(QTile::kBytes, OTile::kBytes)];
-        typename KVPipeline::Stages kv;
-        typename KVPipeline::Barriers kv_barriers;
+        typename KVPipeline::Storage kv;
         TileCoord tile_coord;
     };
     static constexpr int kSharedBytes = sizeof(SharedStorage);
@@ -127,7 +126,7 @@ struct Fa2Forward {
           first_query(tile_coord.first_row),
           warp_row(warp_id() * Config::kRowsPerWarp),
           sQ(ptx::shared_address(dynamic_shared())),
-          pipeline(storage().kv, storage().kv_barriers) {}
+          pipeline{sQ + static_cast<uint32_t>(offsetof(SharedStorage, kv))} {}
 
     static __device__ __forceinline__ SharedStorage& storage() {
         return shared_storage<SharedStorage>();
@@ -186,9 +185,6 @@ struct Fa2Forward {
         k_cursor.start(keys.tile<Element>(params.k, head_k(), first_key, 0));
         v_cursor.start(keys.tile<Element>(params.v, head_k(), first_key, 0));
     }
-    static __device__ __forceinline__ auto in_iteration(uint32_t i) {
-        return KVPipeline::State::in_iteration(i);
-    }
     // Into a stage of the pipeline; kAllRows as for TileCursor::load.
     template <bool kAllRows>
     __device__ __forceinline__ void load_k(const VisibleTiles& kv_tiles, int i, uint32_t stage) {
@@ -208,11 +204,7 @@ struct Fa2Forward {
                                        params.aligned, keys.step(view, first_key, next_key));
     }
     __device__ __forceinline__ void commit(uint32_t stage) const {
-        if (!kUnaligned || params.aligned) {
-            pipeline.producer_commit_after_cp_async(in_iteration(stage));
-        } else {
-            pipeline.producer_commit(in_iteration(stage));
-        }
+        pipeline.producer_commit(stage, !kUnaligned || params.aligned);
     }
 
     // S = Q K^T, masked.
@@ -221,7 +213,7 @@ struct Fa2Forward {
                                           uint32_t stage) const {
         rS.clear();
         gemm<Element, Config::kHeadDim>(rS, q, BFromRows<KTile>(sK(stage)), params.element_type);
-        pipeline.consumer_release(in_iteration(stage));
+        pipeline.consumer_release(stage);
 
         const Fa2Forward cta = in_loop();
         const Interval queries{cta.first_query, cta.first_query + Config::kBlockQ};
@@ -324,11 +316,9 @@ struct Fa2Forward {
         return cta;
     }
 
-    __device__ __forceinline__ uint32_t sV(uint32_t stage) const {
-        return pipeline.stage(in_iteration(stage));
-    }
+    __device__ __forceinline__ uint32_t sV(uint32_t stage) const { return pipeline.stage(stage); }
     __device__ __forceinline__ uint32_t sK(uint32_t stage) const {
-        return sV(stage) + VTile::kBytes;
+        return pipeline.stage(stage) + VTile::kBytes;
     }
 };
 
@@ -345,7 +335,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     const int last = kv_tiles.end - 1;
 
     if (threadIdx.x == 0) {
-        cta.pipeline.init(Config::kThreads, Config::kThreads);
+        cta.pipeline.init();
         cta.storage().tile_coord = tile_coord;
     }
     __syncthreads();  // the pipeline's barriers and the tile coordinates are written
@@ -357,7 +347,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
         cta.template load_v<false>(kv_tiles, last, 1);
         if (last > kv_tiles.begin) cta.template load_k<true>(kv_tiles, last - 1, 1);
         cta.commit(1);
-        cta.pipeline.consumer_wait({});
+        cta.pipeline.consumer_wait(0);
     } else {
         ptx::cp_async_commit();
         ptx::cp_async_wait<0>();
@@ -378,10 +368,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
         typename Kernel::Scores rS;
         cta.score(rS, q, kv_tiles, i, stage);
         cta.exponentiate(rS, rO, softmax, kv_tiles.tile(i));
-        cta.pipeline.consumer_wait(cta.in_iteration(stage + 1));
+        cta.pipeline.consumer_wait(stage + 1);
         cta.accumulate(rO, rS, stage + 1);
         if (i > kv_tiles.begin) {
-            cta.pipeline.producer_acquire(cta.in_iteration(stage + 2));
+            cta.pipeline.producer_acquire(stage + 2);
             cta.template load_v<true>(kv_tiles, i - 1, stage + 2);
             if (i - 1 > kv_tiles.begin) cta.template load_k<true>(kv_tiles, i - 2, stage + 2);
             cta.commit(stage + 2);
