@@ -46,7 +46,7 @@ namespace flash_ext {
 
 template <class Element, int kHeadDim, int kHeadDimV, OptionSet kOptions>
 struct Fa3BackwardDQ : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
-    static constexpr auto kTuning = tuning::fa3_backward_wide({kHeadDim, kHeadDimV});
+    static constexpr auto kTuning = row_of(tuning::kFa3BackwardWide, {kHeadDim, kHeadDimV});
     static constexpr int kBlockQ = kConsumers * 64;
     static_assert(kBlockQ == tuning::kFa3DQBlockQ);
     static constexpr int kBlockKV = 64;

@@ -14,7 +14,7 @@ namespace flash_ext {
 template <class Element, int kHeadDim, int kHeadDimV, OptionSet kOptions>
 cudaError_t launch_fa3_backward_wide(const BackwardParams& params, const BackwardKernel& kernel,
                                      cudaStream_t stream) {
-    constexpr tuning::Fa3BackwardWide kTuning = tuning::fa3_backward_wide({kHeadDim, kHeadDimV});
+    constexpr auto kTuning = row_of(tuning::kFa3BackwardWide, {kHeadDim, kHeadDimV});
     using DKDV = Fa3BackwardDKDV<Element, kHeadDim, kHeadDimV, kOptions, kTuning.pool_pairs>;
     using DQGemm = Fa3BackwardDQGemm<Element, kHeadDim, kTuning.dq_gemm_stages>;
     using DQ = Fa3BackwardDQ<Element, kHeadDim, kHeadDimV, kOptions>;
@@ -29,11 +29,11 @@ cudaError_t launch_fa3_backward_wide(const BackwardParams& params, const Backwar
         if (stores_ds)
             ds = {static_cast<char*>(kernel.ds), head, min_of(heads_at_once, heads - head),
                   kernel.ds_tiles};
-        status = launch_fa3_backward_pass<DKDV>(params, ds, schedules.keys, kernel.sms, stream);
+        status = launch_fa3_backward_pass<DKDV>(params, ds, schedules.keys, kernel.gpu.sms, stream);
         if (status != cudaSuccess) return status;
         const auto launch_dq =
             stores_ds ? launch_fa3_backward_pass<DQGemm> : launch_fa3_backward_pass<DQ>;
-        status = launch_dq(params, ds, schedules.queries, kernel.sms, stream);
+        status = launch_dq(params, ds, schedules.queries, kernel.gpu.sms, stream);
     }
     return status;
 }

@@ -325,7 +325,7 @@ cudaError_t fa3_forward(const ForwardParams& params, const ForwardKernel& kernel
             using Kernel =
                 Fa3Forward<decltype(element), kHeadDim, kHeadDimV, options.value,
                            tuning::fa3_forward({kHeadDim, kHeadDimV}, options.value, tile)>;
-            return launch_fa3_forward<Kernel>(params, kernel.sms, stream);
+            return launch_fa3_forward<Kernel>(params, kernel.gpu.sms, stream);
         });
     });
 }

@@ -448,18 +448,22 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
     }
 };
 
-template <ElementType kQKType, int kHeadDim, int kHeadDimV>
+template <int kHeadDim, int kHeadDimV>
 cudaError_t fa3_forward_fp8(const ForwardParams& params, const ForwardKernel& kernel,
                             cudaStream_t stream) {
     using enum tuning::Fa3ForwardTile;
-    using QKElement = std::conditional_t<kQKType == ElementType::kInt8, Int8, Float8>;
+    using enum ElementType;
     constexpr OptionSets kSets = row_of(tuning::kFa3ForwardFp8, {kHeadDim, kHeadDimV}).options;
     return dispatch_options<kSets>(kernel.options, [&](auto options) {
         return dispatch<kFewQueries, kUsual>(kernel.tile, [&](auto tile) {
             constexpr tuning::Fa3Forward kTuning =
                 tuning::fa3_forward_fp8({kHeadDim, kHeadDimV}, options.value, tile);
-            using Kernel = Fa3ForwardFp8<QKElement, kHeadDim, kHeadDimV, options.value, kTuning>;
-            return launch_fa3_forward<Kernel>(params, kernel.sms, stream);
+            return dispatch<kFloat8, kInt8>(params.element_type, [&](auto type) {
+                using QKElement = std::conditional_t<type == kInt8, Int8, Float8>;
+                using Kernel =
+                    Fa3ForwardFp8<QKElement, kHeadDim, kHeadDimV, options.value, kTuning>;
+                return launch_fa3_forward<Kernel>(params, kernel.gpu.sms, stream);
+            });
         });
     });
 }
