@@ -24,7 +24,6 @@
 #include "kernels/common/launch.cuh"
 #include "kernels/common/postprocess_dq.cuh"
 #include "kernels/common/softmax.cuh"
-#include "kernels/common/tile_coord.cuh"
 #include "kernels/common/varlen.cuh"
 #include "plan/tuning.h"
 #include "plan/workspace_rows.cuh"
