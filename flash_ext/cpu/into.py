@@ -1,6 +1,6 @@
 """The CPU kernels of `fwd_into` and `bwd_into`: compute, and copy.
 
-The checks are those of csrc/api/into.cpp.
+The checks are those of csrc/api/bindings.cpp.
 """
 
 from __future__ import annotations

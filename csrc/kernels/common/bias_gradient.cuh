@@ -17,8 +17,9 @@
 namespace flash_ext {
 
 template <class Element, int kHeadDim>
-using BiasGradientTile = BackwardTile<Element, kHeadDim, kHeadDim, tuning::kAllOptions,
-                                      row_of(tuning::kBiasGradient, {kHeadDim, kHeadDim}).all>;
+using BiasGradientTile =
+    BackwardTile<Element, kHeadDim, kHeadDim, tuning::kAllOptions,
+                 tuning::fa2_backward({kHeadDim, kHeadDim}, tuning::kAllOptions)>;
 
 // The number of tiles of dbias in a dimension.
 FLASH_HOST_DEVICE constexpr int bias_tiles(int size, int block) {

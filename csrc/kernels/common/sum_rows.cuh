@@ -12,7 +12,7 @@
 #include <type_traits>
 
 #include "kernels/common/launch.cuh"
-#include "plan/row_kernels.h"
+#include "plan/launchers.h"
 #include "ptx/math.cuh"
 #include "tile/copy.cuh"
 

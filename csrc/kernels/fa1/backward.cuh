@@ -21,9 +21,9 @@ namespace flash_ext {
 
 template <class Element, int kHeadDim, int kHeadDimV, OptionSet kOptions>
 struct Fa1Backward : BackwardTile<Element, kHeadDim, kHeadDimV, kOptions,
-                                  tuning::fa1_backward({kHeadDim, kHeadDimV})> {
+                                  row_of(tuning::kFa1Backward, {kHeadDim, kHeadDimV}).plain> {
     using Base = BackwardTile<Element, kHeadDim, kHeadDimV, kOptions,
-                              tuning::fa1_backward({kHeadDim, kHeadDimV})>;
+                              row_of(tuning::kFa1Backward, {kHeadDim, kHeadDimV}).plain>;
     using Base::Base;
     // The old dQ_i is fetched into shared memory. Where dQ is computed in slices (d 256)
     // there is no room for it, and it is not faster.
@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
 }
 
 template <int kHeadDim, int kHeadDimV>
-int fa1_backward_shared_bytes() {
+int Fa1<kHeadDim, kHeadDimV>::backward_shared_bytes() {
     constexpr OptionSets kSets = row_of(tuning::kFa1Backward, {kHeadDim, kHeadDimV}).options;
     return largest_of<kSets>([](auto options) {
         return Fa1Backward<__half, kHeadDim, kHeadDimV, options.value>::kSharedBytes;
@@ -145,8 +145,8 @@ int fa1_backward_shared_bytes() {
 }
 
 template <int kHeadDim, int kHeadDimV>
-cudaError_t fa1_backward(const BackwardParams& params, const BackwardKernel& kernel,
-                         cudaStream_t stream) {
+cudaError_t Fa1<kHeadDim, kHeadDimV>::backward(const BackwardParams& params,
+                                               const BackwardKernel& kernel, cudaStream_t stream) {
     constexpr OptionSets kSets = row_of(tuning::kFa1Backward, {kHeadDim, kHeadDimV}).options;
     return dispatch_kernel<kSets>(params, kernel, [&](auto element, auto options) {
         using Tile = Fa1Backward<decltype(element), kHeadDim, kHeadDimV, options.value>;

@@ -47,7 +47,7 @@ namespace flash_ext {
 // A larger KV tile means fewer passes of O through HBM; what fits depends on the GPU.
 template <class Element, int kHeadDim, int kHeadDimV, OptionSet kOptions, bool kLessMemory>
 struct Fa1Forward {
-    static constexpr auto kTuning = tuning::fa1_forward({kHeadDim, kHeadDimV});
+    static constexpr auto kTuning = row_of(tuning::kFa1Forward, {kHeadDim, kHeadDimV});
     static constexpr bool kForLessMemory = kLessMemory;
     static constexpr bool kMayBeVarlen = contains(kOptions, OptionSet::kVarlen);
     static constexpr bool kUnaligned = contains(kOptions, OptionSet::kUnaligned);
@@ -372,7 +372,7 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
 }
 
 template <int kHeadDim, int kHeadDimV>
-int fa1_forward_shared_bytes() {
+int Fa1<kHeadDim, kHeadDimV>::forward_shared_bytes() {
     constexpr int kBytes =  // with any options
         Fa1Forward<__half, kHeadDim, kHeadDimV, tuning::kDense, true>::kSharedBytes;
     static_assert(kHeadDim > 64 || kBytes <= 99 * 1024, "compute capability 8.6, 8.9 and 12.x");
@@ -380,14 +380,14 @@ int fa1_forward_shared_bytes() {
 }
 
 template <int kHeadDim, int kHeadDimV>
-cudaError_t fa1_forward(const ForwardParams& params, const ForwardKernel& kernel,
-                        cudaStream_t stream) {
+cudaError_t Fa1<kHeadDim, kHeadDimV>::forward(const ForwardParams& params,
+                                              const ForwardKernel& kernel, cudaStream_t stream) {
     constexpr OptionSets kSets = row_of(tuning::kFa1Forward, {kHeadDim, kHeadDimV}).options;
     return dispatch_kernel<kSets>(params, kernel, [&](auto element, auto options) {
         using Element = decltype(element);
         using Large = Fa1Forward<Element, kHeadDim, kHeadDimV, options.value, false>;
         using Small = Fa1Forward<Element, kHeadDim, kHeadDimV, options.value, true>;
-        return launch_fitting<Large, Small>([&](auto chosen) {
+        return launch_fitting<Large, Small>(kernel.gpu, [&](auto chosen) {
             using Kernel = typename decltype(chosen)::type;
             return launch_kernel<fa1_forward_kernel<Kernel>>(
                 params.heads_q * sequence_count(params), Kernel::kThreads, Kernel::kSharedBytes,

@@ -169,7 +169,7 @@ using Fa2BackwardTile =
                  tuning::fa2_backward({kHeadDim, kHeadDimV}, kOptions, kLessMemory)>;
 
 template <int kHeadDim, int kHeadDimV>
-int fa2_backward_shared_bytes() {
+int Fa2<kHeadDim, kHeadDimV>::backward_shared_bytes() {
     constexpr OptionSets kSets = row_of(tuning::kFa2Backward, {kHeadDim, kHeadDimV}).options;
     return largest_of<kSets>([](auto options) {
         return Fa2BackwardTile<__half, kHeadDim, kHeadDimV, options.value, true>::kSharedBytes;
@@ -187,8 +187,8 @@ cudaError_t launch_fa2_backward(const BackwardParams& params, cudaStream_t strea
 }
 
 template <int kHeadDim, int kHeadDimV>
-cudaError_t fa2_backward(const BackwardParams& params, const BackwardKernel& kernel,
-                         cudaStream_t stream) {
+cudaError_t Fa2<kHeadDim, kHeadDimV>::backward(const BackwardParams& params,
+                                               const BackwardKernel& kernel, cudaStream_t stream) {
     constexpr tuning::Fa2Backward kRow = row_of(tuning::kFa2Backward, {kHeadDim, kHeadDimV});
     static_assert(kRow.plain.block_q % kRow.small_plain.block_q == 0);  // plan_mma_backward()
     return dispatch_kernel<kRow.options>(params, kernel, [&](auto element, auto options) {
@@ -196,7 +196,7 @@ cudaError_t fa2_backward(const BackwardParams& params, const BackwardKernel& ker
         using Small = Fa2BackwardTile<decltype(element), kHeadDim, kHeadDimV, options.value, true>;
         static_assert(Large::kBlockKV == Small::kBlockKV &&
                       Large::kCtasPerSm == Small::kCtasPerSm);  // the plan has one schedule
-        return launch_fitting<Large, Small>([&](auto tile) {
+        return launch_fitting<Large, Small>(kernel.gpu, [&](auto tile) {
             return launch_fa2_backward<typename decltype(tile)::type>(params, stream);
         });
     });

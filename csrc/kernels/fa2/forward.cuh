@@ -273,7 +273,7 @@ struct Fa2Forward {
 
     __device__ __forceinline__ uint32_t sV(uint32_t stage) const { return pipeline.stage(stage); }
     __device__ __forceinline__ uint32_t sK(uint32_t stage) const {
-        return pipeline.stage(stage) + VTile::kBytes;
+        return sV(stage) + VTile::kBytes;
     }
 };
 
@@ -341,7 +341,7 @@ using Fa2ForwardOf = Fa2Forward<Element, kHeadDim, kHeadDimV, kOptions,
                                 tuning::fa2_forward({kHeadDim, kHeadDimV}, kOptions, kLessMemory)>;
 
 template <int kHeadDim, int kHeadDimV>
-int fa2_forward_shared_bytes() {
+int Fa2<kHeadDim, kHeadDimV>::forward_shared_bytes() {
     constexpr OptionSets kSets = row_of(tuning::kFa2Forward, {kHeadDim, kHeadDimV}).options;
     return largest_of<kSets>([](auto options) {
         return Fa2ForwardOf<__half, kHeadDim, kHeadDimV, options.value, true>::kSharedBytes;
@@ -349,15 +349,15 @@ int fa2_forward_shared_bytes() {
 }
 
 template <int kHeadDim, int kHeadDimV>
-cudaError_t fa2_forward(const ForwardParams& params, const ForwardKernel& kernel,
-                        cudaStream_t stream) {
+cudaError_t Fa2<kHeadDim, kHeadDimV>::forward(const ForwardParams& params,
+                                              const ForwardKernel& kernel, cudaStream_t stream) {
     constexpr OptionSets kSets = row_of(tuning::kFa2Forward, {kHeadDim, kHeadDimV}).options;
     return dispatch_kernel<kSets>(params, kernel, [&](auto element, auto options) {
         using Element = decltype(element);
         using Large = Fa2ForwardOf<Element, kHeadDim, kHeadDimV, options.value, false>;
         using Small = Fa2ForwardOf<Element, kHeadDim, kHeadDimV, options.value, true>;
         static_assert(Large::kCtasPerSm == Small::kCtasPerSm);  // the plan has one schedule
-        return launch_fitting<Large, Small>([&](auto chosen) {
+        return launch_fitting<Large, Small>(kernel.gpu, [&](auto chosen) {
             using Kernel = typename decltype(chosen)::type;
             return launch_kernel<fa2_forward_kernel<Kernel>>(
                 cta_count(params.schedule), Kernel::kThreads, Kernel::kSharedBytes, params, stream);

@@ -8,7 +8,7 @@
 #pragma once
 
 #include "kernels/fp8/tile_stream.cuh"
-#include "plan/row_kernels.h"
+#include "plan/launchers.h"
 #include "ptx/grid_dependency.cuh"
 
 namespace flash_ext {
