@@ -33,7 +33,6 @@
 
 #include "kernels/common/launch.cuh"
 #include "kernels/common/softmax.cuh"
-#include "kernels/common/tile_coord.cuh"
 #include "kernels/common/varlen.cuh"
 #include "plan/tuning.h"
 #include "problem/key_rows.cuh"
