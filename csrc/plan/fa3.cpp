@@ -94,14 +94,12 @@ bool plan_fa3_decode(ForwardPlan& plan, bool may_pack_gqa) {
 
 // The kernel and the rows of its Q tiles.
 int choose_fa3_forward(ForwardPlan& plan, OptionSet needed) {
-    ForwardKernel& kernel = plan.kernel;
-    if (has_8_bits(plan.params)) {
-        choose_kernel(plan, tuning::kFa3ForwardFp8, needed);
-        return 64 *
-               tuning::fa3_forward_fp8(kernel.head_dims, kernel.options, kernel.tile).consumers;
-    }
-    choose_kernel(plan, tuning::kFa3Forward, needed);
-    return 64 * tuning::fa3_forward(kernel.head_dims, kernel.options, kernel.tile).consumers;
+    const bool fp8 = has_8_bits(plan.params);
+    fp8 ? choose_kernel(plan, tuning::kFa3ForwardFp8, needed)
+        : choose_kernel(plan, tuning::kFa3Forward, needed);
+    const ForwardKernel& kernel = plan.kernel;
+    const auto tile = fp8 ? tuning::fa3_forward_fp8 : tuning::fa3_forward;
+    return 64 * tile(kernel.head_dims, kernel.options, kernel.tile).consumers;
 }
 
 void plan_fa3_forward(ForwardPlan& plan) {
