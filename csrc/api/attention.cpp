@@ -27,11 +27,6 @@ namespace {
 
 TensorView view(const Tensor& tensor) { return operand("", tensor).view(); }
 
-template <class T>
-const T* data_of(const std::optional<Tensor>& tensor) {
-    return tensor ? static_cast<const T*>(tensor->data_ptr()) : nullptr;
-}
-
 Bias bias_of(const Tensor& tensor) {
     Bias bias;
     // One without elements has no address, but it hides every key of its sequences.

@@ -40,6 +40,11 @@ inline Operand operand(const char* name, const Tensor& tensor) {
     return x;
 }
 
+template <class T>
+const T* data_of(const std::optional<Tensor>& tensor) {
+    return tensor ? static_cast<const T*>(tensor->data_ptr()) : nullptr;
+}
+
 // The GPU of the call.
 inline const GpuModel& device_of(const Tensor& q) {
     const GpuModel* device = find_device(q.get_device_index());

@@ -82,13 +82,10 @@ std::optional<QuantizeParams> accept_rows(const Tensor& x, const QuantizeOptions
     params.heads = static_cast<int>(heads);
     params.head_dim = static_cast<int>(head_dim);
     params.hadamard_dim = static_cast<int>(head_dim & -head_dim);
-    const auto data = [](const std::optional<Tensor>& tensor) -> const void* {
-        return tensor && tensor->numel() > 0 ? tensor->data_ptr() : nullptr;
-    };
-    params.cu_seqlens = static_cast<const int*>(data(options.cu_seqlens));
-    params.seqused = static_cast<const int*>(data(options.seqused));
-    params.signs = static_cast<const int8_t*>(data(options.signs));
-    params.mean = static_cast<const float*>(data(options.mean));
+    params.cu_seqlens = data_of<int>(options.cu_seqlens);
+    params.seqused = data_of<int>(options.seqused);
+    params.signs = data_of<int8_t>(options.signs);
+    params.mean = data_of<float>(options.mean);
     return params;
 }
 
@@ -123,7 +120,7 @@ std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x, const std::string& sca
     const float largest = params.to_int8 ? kMaxInt8 : kMaxFloat8;
     params.numerator = largest * (params.to_int8 ? kInt8Unit : 1.f) / kSumDivisor;
     const int divisor = !options.mean ? 1 : options.signs ? kSumDivisor : kDifferenceDivisor;
-    params.least_amax = params.numerator / (kMostFactor / divisor);
+    params.least_amax = params.numerator / (kMaxFactor / divisor);
     // The Hadamard matrix is orthonormal but for this factor.
     const double norm = options.signs ? 1.0 / std::sqrt(double(params.hadamard_dim)) : 1.0;
     params.descale_of_1 = kSumDivisor * norm / largest;

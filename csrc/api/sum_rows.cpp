@@ -44,14 +44,14 @@ bool accepts_lse(const Tensor& lse, const Tensor& out, int64_t rows) {
 }
 
 bool accepts_out(const Tensor& out) {
-    constexpr int64_t kMost = int64_t{1} << 31;
+    constexpr int64_t kMaxRows = int64_t{1} << 31;
     return is_here(out.device()) && out.dim() == 4 && accepts_rows(out, out) &&
-           out.size(0) * out.size(1) * out.size(2) < kMost && out.size(3) < kMost;
+           out.size(0) * out.size(1) * out.size(2) < kMaxRows && out.size(3) < kMaxRows;
 }
 
 bool accepts_parts(const Tensor& out, const std::vector<Tensor>& parts,
                    const std::vector<int64_t>& firsts) {
-    return accepts_out(out) && parts.size() <= kMostParts && firsts.size() == parts.size() &&
+    return accepts_out(out) && parts.size() <= kMaxParts && firsts.size() == parts.size() &&
            std::ranges::all_of(parts, [&](const Tensor& x) { return accepts_rows(x, out); });
 }
 
@@ -105,7 +105,7 @@ void write_rows(const std::vector<Tensor>& outs, const Tensor& x) {
         return fits(y) && y.scalar_type() == outs[0].scalar_type() &&
                std::ranges::equal(y.strides(), outs[0].strides());
     };
-    if (outs.empty() || outs.size() > kMostOuts || !accepts_out(outs[0]) || !fits(x) ||
+    if (outs.empty() || outs.size() > kMaxOuts || !accepts_out(outs[0]) || !fits(x) ||
         !std::ranges::all_of(outs, is_like_the_first))
         refuse("copy_rows", outs, x);
     const Tensor& out = outs[0];

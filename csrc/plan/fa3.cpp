@@ -84,7 +84,7 @@ bool plan_fa3_decode(ForwardPlan& plan, bool may_pack_gqa) {
     if (decode_clusters(splits) > 1) {
         const int64_t rows = tiles * decode_clusters(splits) * shape.rows;
         plan.workspace.reserve(params.o_partial, rows * decode_row_floats(dims.v));
-        plan.workspace.reserve(params.counters, tiles * kMostClusterSplits);
+        plan.workspace.reserve(params.counters, tiles * kMaxClusterSplits);
     }
     const bool one_cta_per_sm = tiles * splits <= sms_of_clusters(splits, gpu);
     const bool many_keys = plan.mask.keys_seen > tuning::kFewDecodeKeys * splits;
@@ -170,7 +170,7 @@ WideSchedules wide_schedules(const BackwardParams& params, const MaskSummary& ma
     const int group = group_of(params);
     const int64_t bytes = element_bytes(params.element_type);
     const int kv_tiles = tile_numbers(params, params.seqlen_k, tuning::kFa3BackwardWideBlock);
-    const int64_t q_do_bytes = bytes * (dims.qk + dims.v) * params.seqlen_q * group;
+    const int64_t q_do_bytes = row_bytes(params, dims) * params.seqlen_q * group;
     if (ds_heads == 0)
         return {
             make_schedule(kv_tiles, params.heads_k, tensor_batches(params),
