@@ -43,8 +43,8 @@
 #include "schedule/tile_numbers.cuh"
 #include "schedule/tile_order.cuh"
 #include "tile/copy.cuh"
-#include "tile/cp_async_pipeline.cuh"
 #include "tile/gemm.cuh"
+#include "tile/pipeline.cuh"
 
 namespace flash_ext {
 
