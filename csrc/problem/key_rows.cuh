@@ -1,6 +1,6 @@
-// Where the rows of K and V lie. All loads of K and V ask here, tile by tile, for an address or for
-// coordinates of TMA, and how many keys are left. Rows of dense and of packed tensors are adjacent;
-// pages would be another answer of at().
+// Where the rows of K and V lie, and those of queries. All loads of K and V ask here, tile by tile,
+// for an address or for coordinates of TMA, and how many keys are left. Rows of dense and of packed
+// tensors are adjacent; pages would be another answer of at().
 #pragma once
 
 #include "problem/params.h"
@@ -50,6 +50,13 @@ struct KeyRows {
 
 __device__ __forceinline__ KeyRows key_rows(const AttentionParams& /*params*/, const Sequence& s) {
     return {s.batch, s.k_begin, s.seqlen_k};
+}
+
+// Rows of a tensor with a row for each query (Q, O, dO, dQ), from query `first` on.
+template <class Element>
+__device__ __forceinline__ GlobalTile<Element> query_rows(const TensorView& view, const Sequence& s,
+                                                          int head, int first, int cols) {
+    return global_tile<Element>(view, s.batch, s.q_begin + first, head, s.seqlen_q - first, cols);
 }
 
 }  // namespace flash_ext

@@ -108,10 +108,10 @@ __global__ void __launch_bounds__(kPreprocessThreads, kChangesScores ? 2 : 4)
     const int lane_in_row = threadIdx.x % kLanes;
     const int first_col = lane_in_row * 8;
     const int rows = min_of(sequence.seqlen_q - first_query, block_q);
-    const auto gO = global_tile<const Element>(
-        params.out, sequence.batch, sequence.q_begin + first_query, head, rows, params.head_dim_v);
-    const auto gdO = global_tile<const Element>(
-        params.dout, sequence.batch, sequence.q_begin + first_query, head, rows, params.head_dim_v);
+    const auto gO =
+        query_rows<const Element>(params.out, sequence, head, first_query, params.head_dim_v);
+    const auto gdO =
+        query_rows<const Element>(params.dout, sequence, head, first_query, params.head_dim_v);
     const int64_t index = statistics_offset(params, sequence, head) + first_query;
 
     if (params.dq_accum_cols > 0) {

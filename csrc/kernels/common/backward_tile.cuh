@@ -472,10 +472,8 @@ struct BackwardTile {
     template <class Tile>
     __device__ __forceinline__ void load_rows(uint32_t shared, const TensorView& view, int cols,
                                               const QTileWalk& walk) const {
-        const int first_query = walk.q_tile() * kBlockQ;
         const auto tile =
-            global_tile<const Element>(view, sequence.batch, sequence.q_begin + first_query,
-                                       walk.head, sequence.seqlen_q - first_query, cols);
+            query_rows<const Element>(view, sequence, walk.head, walk.q_tile() * kBlockQ, cols);
         load_tile<Tile, kThreads, kUnaligned>(shared, tile, params.aligned);
     }
 };

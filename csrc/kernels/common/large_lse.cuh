@@ -63,8 +63,7 @@ template <class Element>
 __device__ __forceinline__ RegisterTile<16, 16> scores_of_rows(const BackwardParams& params,
                                                                const Sequence& s, int head,
                                                                int first_query, int first_key) {
-    const auto q = global_tile<const Element>(params.q, s.batch, s.q_begin + first_query, head,
-                                              s.seqlen_q - first_query, params.head_dim);
+    const auto q = query_rows<const Element>(params.q, s, head, first_query, params.head_dim);
     const auto k = key_rows(params, s).tile<Element>(params.k, key_head(params, head), first_key,
                                                      params.head_dim);
     RegisterTile<16, 16> rS;

@@ -145,7 +145,8 @@ struct Fa1Forward {
     __device__ __forceinline__ void load_q(int q_tile) const {
         load_tile<QTile, kTeamThreads, kUnaligned>(
             ptx::shared_address(storage.q),
-            rows_of<const Element>(params.q, q_tile, params.head_dim), params.aligned);
+            query_rows<const Element>(params.q, sequence, head, q_tile * kBlockQ, params.head_dim),
+            params.aligned);
     }
 
     // Line 8: fetches O_i, m_i and l_i. At the first visit of a Q tile O_i is 0.
@@ -274,7 +275,8 @@ struct Fa1Forward {
         store_to_shared<Element, OTile>(sO, rO, 0, warp * (Output::kCols / 16));
         team_barrier();  // O_i is complete
         store_tile<OTile, kTeamThreads, kBlockQ, kUnaligned>(
-            rows_of<Element>(params.out, q_tile, params.head_dim_v), sO, 0, params.aligned);
+            query_rows<Element>(params.out, sequence, head, q_tile * kBlockQ, params.head_dim_v),
+            sO, 0, params.aligned);
         if (warp != 0 || lane_col() != 0) return;
         float* lse = params.lse + statistics_offset(params, sequence, head);
         for_each_row<kBlockQ>([&](int m, int i, int row) {
@@ -285,14 +287,6 @@ struct Fa1Forward {
     }
 
  private:
-    template <class T>
-    __device__ __forceinline__ GlobalTile<T> rows_of(const TensorView& view, int q_tile,
-                                                     int cols) const {
-        const int first_query = q_tile * kBlockQ;
-        return global_tile<T>(view, sequence.batch, sequence.q_begin + first_query, head,
-                              sequence.seqlen_q - first_query, cols);
-    }
-
     // This lane's fragments of O_i: no other lane uses them. visit(floats, index, m).
     template <class Visit>
     static __device__ __forceinline__ void for_each_fragment(Output& rO, Visit visit) {

@@ -153,8 +153,7 @@ struct Fa2Forward {
 
     __device__ __forceinline__ void load_q() const {
         const auto gQ =
-            global_tile<const Element>(params.q, sequence.batch, sequence.q_begin + first_query,
-                                       head, sequence.seqlen_q - first_query, params.head_dim);
+            query_rows<const Element>(params.q, sequence, head, first_query, params.head_dim);
         load_tile<QTile, kThreads, kUnaligned>(sQ, gQ, params.aligned);
     }
 
@@ -256,8 +255,7 @@ struct Fa2Forward {
         store_to_shared<Element, OTile>(sQ, rO, warp_row, 0);
         __syncwarp();  // O's rows are complete
         const auto gO =
-            global_tile<Element>(params.out, sequence.batch, sequence.q_begin + first_row, head,
-                                 sequence.seqlen_q - first_row, params.head_dim_v);
+            query_rows<Element>(params.out, sequence, head, first_row, params.head_dim_v);
         store_tile<OTile, 32, kRowsPerWarp, kUnaligned>(gO, sQ, warp_row, params.aligned);
     }
 
