@@ -524,9 +524,12 @@ def of_sources(
 
 
 def count_calls(shards: Sharding, rank: int, source: int, mask: Mask) -> int:
-    """How many they are against the keys of one."""
+    """How many they are against the keys of one; a few more, where blocks would be in one call."""
     if _by_chunks(shards, mask):
         return len(_chunks_met(shards.ranks, rank, source, mask))
+    blocks = _blocks(shards, mask)
+    if blocks is not None:
+        return len(list(_between_blocks(blocks, rank, [source], mask.right == 0, 0)))
     return len(_plan_of(shards, rank, [source], mask)[1])
 
 
