@@ -9,24 +9,18 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 
 import common
 import torch
+from common import Json
 
-FLUSH_BYTES, METHOD = common.timing.FLUSH_BYTES, common.timing.METHOD
+FLUSH_BYTES = common.timing.FLUSH_BYTES
 Samples, balanced_orders = common.timing.Samples, common.timing.balanced_orders
 
 Around = Callable[[], AbstractContextManager[object]]
 
 HOST_ROUNDS, HOST_CALLS = 50, 20  # so few calls in a row that the GPU's queue takes them all
-HOST_METHOD = (
-    "The time until one call returns, on tensors so small that the GPU's work is nothing: forward "
-    "with gradients off, and forward and backward through autograd. "
-    "'compiled' is torch.compile's default mode. "
-    "The providers take turns; the device is waited for before each turn of "
-    f"{HOST_CALLS} calls, which are timed one by one, and never within one. SDPA's backend is "
-    "chosen outside the calls."
-)
 
 # Seconds of one call back to back. With 0.07, at the power limit, flash-attn 4's backward ran at
 # 1,710 MHz beside others that take less power, and with 0.2 at 1,605 MHz (docs/notes/010).
@@ -56,10 +50,22 @@ class Timer(common.timing.Timer):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device, torch.cuda._sleep)
 
+    def timed(
+        self, calls: dict[Any, Callable[[], object]], min_time: float, rounds: int | None = None
+    ) -> dict[Any, Json]:
+        """Median and spread of each call, in turns, in milliseconds: of `Samples.summary`."""
+        if not calls:
+            return {}
+        estimates = {name: self.estimate(call) for name, call in calls.items()}
+        found = self.compare(calls, estimates, min_time, rounds)
+        return {name: samples.summary() for name, samples in found.items()}
+
     def host(
         self, calls: dict[str, tuple[Callable[[], object], Around]], gradients: bool
     ) -> dict[str, dict[str, float]]:
-        """Microseconds that the CPU needs for one call, ``HOST_METHOD``: median and quartiles."""
+        """Microseconds until one call returns, on tensors so small that the GPU's work is nothing:
+        median and quartiles. The device is waited for before each turn of HOST_CALLS calls, which
+        are timed one by one, and never within one."""
         times: dict[str, list[float]] = {name: [] for name in calls}
         gc.collect()
         gc.disable()
