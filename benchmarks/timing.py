@@ -102,17 +102,13 @@ class Timer(common.timing.Timer):
         return graph.replay
 
     def sustained(
-        self,
-        calls: dict[str, Callable[[], object]],
-        estimates: dict[str, tuple[float, float]],
-        seconds: float,
-        at_once: int = 1,
-    ) -> dict[str, dict[str, float | str]]:
+        self, calls: dict[str, Callable[[], object]], seconds: float, in_graph: int = 1
+    ) -> dict[str, Json]:
         """Each call back to back for ``seconds`` in all, in turns, on a GPU that is hot.
 
         A turn begins with a third of its time that does not count. No turn is shorter than
-        ``LEAST_TURN``, or the power limit would follow the mean of all calls. Each of ``calls``
-        makes ``at_once`` calls; ``estimates`` holds what ``estimate`` returned of one.
+        ``LEAST_TURN``, or the power limit would follow the mean of all calls. With ``in_graph``
+        above 1 so many calls are replayed at a time from a CUDA graph.
 
         Milliseconds per call with warm caches, and on a GPU clock, power and temperature (medians
         of the turns' medians), with the energy of a call in joules. Of a call that fails its error,
@@ -121,39 +117,45 @@ class Timer(common.timing.Timer):
         orders = balanced_orders(list(calls))
         orders = orders[: max(1, int(seconds / LEAST_TURN + 1e-6))]  # 1.2 / 0.4 is below 3
         turn = seconds / max(len(orders), 1) if self.cuda else 0
-        counts = {
-            name: max(5, math.ceil(turn / max(estimates[name][0] * at_once, 1e-7)))
-            for name in calls
-        }
-        milliseconds: dict[str, list[float]] = {name: [] for name in calls}
-        states: dict[str, list[dict[str, float]]] = {name: [] for name in calls}
-        results: dict[str, dict[str, float | str]] = {}
+        ready: dict[str, tuple[Callable[[], object], int]] = {}  # and how often in a turn
+        turns: dict[str, list[Json]] = {name: [] for name in calls}
+        results: dict[str, Json] = {}
         log = common.ClockLog(self.device)
         log.wait_for_sample()
         for name in itertools.chain.from_iterable(orders):
             if name in results:
                 continue
             try:
-                for _ in range(counts[name] // 3):
-                    calls[name]()
+                if name not in ready:
+                    ready[name] = self._steady(calls[name], turn, in_graph)
+                call, count = ready[name]
+                for _ in range(count // 3):
+                    call()
                 if self.cuda:
                     torch.cuda.synchronize(self.device)
                 log.since_last()
-                total = self._back_to_back(calls[name], counts[name])
+                ms = self._back_to_back(call, count) / (count * in_graph)
+                turns[name].append({"ms": ms} | log.since_last())
             except Exception as error:  # most often: out of memory
                 results[name] = {"skipped": common.first_line(error)}
-                continue
-            milliseconds[name].append(total / (counts[name] * at_once))
-            states[name].append(log.since_last())
         log.close()
         for name in [name for name in calls if name not in results]:
-            mean = statistics.fmean(milliseconds[name])
-            found = [state for state in states[name] if state]
-            state = {x: statistics.median(s[x] for s in found) for x in (found[0] if found else ())}
+            mean = statistics.fmean(x["ms"] for x in turns[name])
+            found = [x for x in turns[name] if len(x) > 1]
+            state = {key: statistics.median(x[key] for x in found)
+                     for key in (found[0] if found else ()) if key != "ms"}  # fmt: skip
             energy = {"joules": round(state["power_w"] * mean * 1e-3, 6)} if state else {}
-            made = counts[name] * at_once * len(orders)
+            made = ready[name][1] * in_graph * len(orders)
             results[name] = {"ms": round(mean, 6), "calls": made, **state, **energy}
         return results
+
+    def _steady(
+        self, call: Callable[[], object], turn: float, in_graph: int
+    ) -> tuple[Callable[[], object], int]:
+        """The call, or many in a graph, and how often it fills a turn."""
+        seconds = self.estimate(call)[0] * in_graph
+        made = self.in_graph(call, in_graph) if in_graph > 1 else call
+        return made, max(5, math.ceil(turn / max(seconds, 1e-7)))
 
     def _back_to_back(self, call: Callable[[], object], count: int) -> float:
         """Milliseconds of so many calls in a row."""
