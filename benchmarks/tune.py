@@ -194,7 +194,7 @@ def forward_inputs(row: Row, call: Call, device: torch.device) -> tuple[list[Ten
 # for all numbers of splits. ---
 
 HEAD_DIM, FEW_ROWS, CTAS_PER_SM = 128, 16, 2  # kFa3Decode at 128; many_rows has one CTA on an SM
-CLUSTER = 8  # kMostClusterSplits
+CLUSTER = 8  # kMaxClusterSplits
 NUMBERS = (1, 2, 4, *range(CLUSTER, 15 * CLUSTER + 1, CLUSTER))  # those that a plan considers
 
 

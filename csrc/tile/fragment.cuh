@@ -7,7 +7,6 @@
 
 #include "ptx/ldmatrix.cuh"
 #include "ptx/not_hoisted.cuh"
-#include "ptx/shared.cuh"
 #include "tile/register_tile.cuh"
 #include "tile/swizzle.cuh"
 
@@ -16,23 +15,24 @@ namespace flash_ext {
 // How the four 8x8 matrices of an ldmatrix.x4 tile a 16x16 block: by rows first or columns first.
 enum class Order { kRowsFirst, kColumnsFirst };
 
-// 16x16 blocks of a SharedTile as ldmatrix fragments. One address per lane; a block is reached by
-// an XOR within the atom (the swizzle never carries) and an immediate offset. Columns advance by
-// kColStep blocks, so that several warps can share the columns, every kColStep-th block each.
+// 16x16 blocks of a SharedTile as ldmatrix fragments, of A or B of a matmul. kTranspose: the tile
+// is stored [k][m] or [k][n]. One address per lane; a block is reached by an XOR within the atom
+// (the swizzle never carries) and an immediate offset. Columns advance by kColStep blocks, so that
+// several warps can share the columns, every kColStep-th block each.
 template <class Tile, Order kOrder, bool kTranspose, int kColStep = 1>
 struct SharedBlocks {
     uint32_t lane_address;
 
     __device__ __forceinline__ SharedBlocks(uint32_t tile_address, int first_row = 0,
-                                            int first_col_block = 0, int chunk_xor = 0) {
+                                            int first_col_block = 0) {
         static_assert(Tile::kBlocksPerAtom % kColStep == 0);
         const int lane = lane_id();
         const bool rows_first = kOrder == Order::kRowsFirst;
         const int row = first_row + (rows_first ? lane % 16 : lane % 8 + lane / 16 * 8);
         const int half = rows_first ? lane / 16 : lane / 8 % 2;
         // One address stays in a register over a loop, not one for each XOR pattern.
-        lane_address = ptx::not_hoisted(
-            tile_address + Tile::offset(row, (2 * first_col_block + half) ^ chunk_xor));
+        lane_address =
+            ptx::not_hoisted(tile_address + Tile::offset(row, 2 * first_col_block + half));
     }
 
     __device__ __forceinline__ void load(uint32_t (&fragment)[4], int row_block,
@@ -44,40 +44,23 @@ struct SharedBlocks {
                                                    atom * Tile::kAtomBytes +
                                                    row_block * 16 * Tile::kPitch);
     }
+    __device__ __forceinline__ void load_a(uint32_t (&a)[4], int m, int k) const {
+        kTranspose ? load(a, k, m) : load(a, m, k);
+    }
+    __device__ __forceinline__ void load_b(uint32_t (&b)[4], int n, int k) const {
+        load_a(b, n, k);
+    }
 };
 
 // The operands of C(m x n) += A(m x k) B(k x n), named after how the tile is stored.
 template <class Tile>  // A stored [m][k]
-struct AFromRows : SharedBlocks<Tile, Order::kRowsFirst, false> {
-    using SharedBlocks<Tile, Order::kRowsFirst, false>::SharedBlocks;
-    __device__ __forceinline__ void load_a(uint32_t (&a)[4], int m, int k) const {
-        this->load(a, m, k);
-    }
-};
-
+using AFromRows = SharedBlocks<Tile, Order::kRowsFirst, false>;
 template <class Tile, int kColStep = 1>  // A stored [k][m]
-struct AFromColumns : SharedBlocks<Tile, Order::kColumnsFirst, true, kColStep> {
-    using SharedBlocks<Tile, Order::kColumnsFirst, true, kColStep>::SharedBlocks;
-    __device__ __forceinline__ void load_a(uint32_t (&a)[4], int m, int k) const {
-        this->load(a, k, m);
-    }
-};
-
+using AFromColumns = SharedBlocks<Tile, Order::kColumnsFirst, true, kColStep>;
 template <class Tile>  // B stored [n][k], as K in Q K^T
-struct BFromRows : SharedBlocks<Tile, Order::kColumnsFirst, false> {
-    using SharedBlocks<Tile, Order::kColumnsFirst, false>::SharedBlocks;
-    __device__ __forceinline__ void load_b(uint32_t (&b)[4], int n, int k) const {
-        this->load(b, n, k);
-    }
-};
-
+using BFromRows = SharedBlocks<Tile, Order::kColumnsFirst, false>;
 template <class Tile, int kColStep = 1>  // B stored [k][n], as V in P V
-struct BFromColumns : SharedBlocks<Tile, Order::kRowsFirst, true, kColStep> {
-    using SharedBlocks<Tile, Order::kRowsFirst, true, kColStep>::SharedBlocks;
-    __device__ __forceinline__ void load_b(uint32_t (&b)[4], int n, int k) const {
-        this->load(b, k, n);
-    }
-};
+using BFromColumns = SharedBlocks<Tile, Order::kRowsFirst, true, kColStep>;
 
 // Another B without its first kSkipped 16-column blocks.
 template <class B, int kSkipped>
@@ -95,24 +78,6 @@ struct AFromRegisters {
     __device__ __forceinline__ void load_a(uint32_t (&a)[4], int m, int k) const {
 #pragma unroll
         for (int i = 0; i < 4; ++i) a[i] = acc.template pack<Element>(m, 2 * k + i / 2, i % 2);
-    }
-};
-
-// A kept in registers for many matmuls (Q of the forward, where it fits).
-template <int kRows, int kCols>
-struct AInRegisters {
-    uint32_t fragments[kRows / 16][kCols / 16][4];
-
-    template <class A>
-    __device__ __forceinline__ void fetch(const A& source) {
-#pragma unroll
-        for (int m = 0; m < kRows / 16; ++m)
-#pragma unroll
-            for (int k = 0; k < kCols / 16; ++k) source.load_a(fragments[m][k], m, k);
-    }
-    __device__ __forceinline__ void load_a(uint32_t (&a)[4], int m, int k) const {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) a[i] = fragments[m][k][i];
     }
 };
 

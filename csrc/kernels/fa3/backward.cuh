@@ -410,7 +410,7 @@ cudaError_t launch_fa3_backward(const BackwardParams& call, const BackwardKernel
     cudaError_t status = params.encode<Kernel>();
     if (status == cudaSuccess) status = backward_preprocess(params, Kernel::kBlockQ, stream);
     if (status == cudaSuccess)
-        status = launch_fa3<Kernel>(params, cta_count(params.schedule), kernel.sms, stream,
+        status = launch_fa3<Kernel>(params, cta_count(params.schedule), kernel.gpu.sms, stream,
                                     {.pdl = true});
     if (status == cudaSuccess)
         status = postprocess_dq<typename Kernel::DQTile>(params, stream, {.pdl = true});

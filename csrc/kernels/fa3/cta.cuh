@@ -21,11 +21,9 @@
 #include "kernels/fa3/work_tiles.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/grid_dependency.cuh"
-#include "ptx/mbarrier.cuh"
-#include "ptx/registers.cuh"
-#include "ptx/uniform.cuh"
-#include "schedule/tile_order.cuh"
-#include "tile/tensor_map.cuh"
+#include "ptx/wgmma.cuh"
+#include "schedule/dynamic_persistent_scheduler.cuh"
+#include "tile/tma_load.cuh"
 
 namespace flash_ext {
 
