@@ -50,16 +50,7 @@ from functools import partial
 import common
 import torch
 from common import Json, say
-from providers import (
-    PEERS,
-    VARIANTS,
-    Provider,
-    Workload,
-    attempt,
-    check,
-    collect,
-    running,
-)
+from providers import PEERS, VARIANTS, Provider, Workload, attempt, check, collect, running
 from timing import Timer, step_times
 from torch import Tensor
 from torch.nn.attention import SDPBackend

@@ -15,18 +15,7 @@ from ratios import best_of_peers, fastest, geometric_mean, ratio_spread, ratios
 
 import flash_ext
 
-from .tables import (
-    NO,
-    Entry,
-    has_grid,
-    load,
-    mask_of,
-    pivot,
-    provenance,
-    select,
-    speeds,
-    table,
-)
+from .tables import NO, Entry, has_grid, load, mask_of, pivot, provenance, select, speeds, table
 
 BOTH = ("forward", "backward")
 PACKAGES = ("flash_attn_4", "flash_attn_3", "flash_attn_2")

@@ -15,17 +15,7 @@ from common import Json
 from options import MEASURED, MIXED, OPTIONS, PLAIN, TABLES
 from providers import LABELS
 
-from .tables import (
-    NO,
-    Entry,
-    load,
-    mask_of,
-    pivot,
-    provenance,
-    select,
-    size_name,
-    table,
-)
+from .tables import NO, Entry, load, mask_of, pivot, provenance, select, size_name, table
 
 PASSES = ("forward", "backward")
 
