@@ -70,13 +70,6 @@ def test_known_constants_of_splits_are_found(noise: float) -> None:
         assert getattr(found, name) == pytest.approx(true, rel=max(0.015, 2 * noise)), name
 
 
-def test_the_report_says_what_a_choice_costs() -> None:
-    today, new = (lambda c, x=x: tune.splits_choice(c, x, GPU) for x in (TODAY, TRUE))
-    lines = list(tune.report("splits", split_times(TRUE), today, new))
-    assert lines[-1] == "  new constants lose 0.00 % on average, at most 0.0 %"
-    assert "today's constants lose" in lines[-2] and "lose 0.00" not in lines[-2]
-
-
 def test_choices_are_those_of_plans() -> None:
     """tune.py has a copy of the models whose constants it fits."""
     native = python_module("flash_ext_native", [NATIVE / "native.cpp"])
