@@ -248,10 +248,15 @@ def torchs(ranks: Ranks, backend: str, rotation: str, heads_k: int | None = None
 
     found = Provider(
         f"torch {backend.lower()} {rotation}",
-        partial(F.scaled_dot_product_attention, *heads_first, is_causal=True,
-                enable_gqa=used != cell.heads_q),
-        tuple(heads_first), dout.transpose(1, 2), around, {"heads_k": used},
-    )  # fmt: skip
+        # Looked up in each call: context_parallel puts its own function there.
+        lambda: F.scaled_dot_product_attention(
+            *heads_first, is_causal=True, enable_gqa=used != cell.heads_q
+        ),
+        tuple(heads_first),
+        dout.transpose(1, 2),
+        around,
+        {"heads_k": used},
+    )
     if heads_k is None:
         try:
             with found.around():
