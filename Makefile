@@ -73,7 +73,7 @@ help:
 	@echo "make gpu-test  run the GPU tests; writes benchmarks/results/<gpu>/tests.json"
 	@echo "make soak      random problems on the GPU, four minutes of them (SOAK=80: a variant's seconds)"
 	@echo "make sanitize  run the kernels under compute-sanitizer"
-	@echo "make bench     measure again on the GPU what the documents show, and print what moved"
+	@echo "make bench     measure again on the GPU what the documents show"
 	@echo "               (ARGS=--record: into benchmarks/results, for make report)"
 	@echo "make bench BENCH=compare   one of them (ARGS=--help: how), or io, memory, numerics, train, ..."
 	@echo "make report    put the measured tables and figures into README.md and docs/"

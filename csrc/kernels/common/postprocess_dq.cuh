@@ -4,25 +4,22 @@
 
 #include "kernels/common/launch.cuh"
 #include "plan/workspace_rows.cuh"
-#include "problem/sequences.cuh"
-#include "tile/copy.cuh"
+#include "problem/key_rows.cuh"
 
 namespace flash_ext {
 
-// DQ knows the order of dQ in dq_accum: fetch() writes the tile to shared memory, as a QTile, with
-// the factor scale.
+// DQ knows the order of dQ in dq_accum: fetch_dq() writes the tile to shared memory, as a QTile,
+// with the factor scale.
 template <class DQ>
 __global__ void __launch_bounds__(DQ::kThreads)
     postprocess_dq_kernel(const __grid_constant__ BackwardParams params) {
     const auto [tile, head] = q_tile_index<DQ::kMayBeVarlen>(params, blockIdx.x, DQ::kBlockQ);
     const auto [sequence, q_tile] = tile;
     const uint32_t shared = ptx::shared_address(dynamic_shared());
-    DQ::fetch(params, sequence, head, q_tile, shared);
+    DQ::fetch_dq(params, sequence, head, q_tile, shared);
     __syncthreads();  // the tile is complete
-    const int first_query = q_tile * DQ::kBlockQ;
-    const auto dq =
-        global_tile<typename DQ::Element>(params.dq, sequence.batch, sequence.q_begin + first_query,
-                                          head, sequence.seqlen_q - first_query, params.head_dim);
+    const auto dq = query_rows<typename DQ::Element>(params.dq, sequence, head,
+                                                     q_tile * DQ::kBlockQ, params.head_dim);
     store_tile<typename DQ::QTile, DQ::kThreads, DQ::kBlockQ, DQ::kUnaligned>(dq, shared, 0,
                                                                               params.aligned);
 }

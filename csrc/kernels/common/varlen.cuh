@@ -1,5 +1,5 @@
-// Sequences that were loaded from memory, in uniform registers: the loops of the kernels have no
-// vector registers left for them.
+// Sequences that were loaded from memory, in uniform registers or in shared memory: the loops of
+// the kernels have no vector registers left for them.
 #pragma once
 
 #include "problem/sequences.cuh"
@@ -8,8 +8,15 @@
 
 namespace flash_ext {
 
+// What a CTA keeps in shared memory over its loop.
+struct TileCoord {
+    Sequence sequence;
+    int head;
+    int first_row;  // of the CTA's tile within the sequence
+};
+
 template <bool kMayBeVarlen>
-__device__ __forceinline__ Sequence warp_uniform(const Sequence& s) {
+FLASH_DEVICE Sequence warp_uniform(const Sequence& s) {
     if constexpr (!kMayBeVarlen) return s;
     using ptx::warp_uniform;
     return {warp_uniform(s.batch),   warp_uniform(s.seq_idx),  warp_uniform(s.q_begin),
@@ -18,7 +25,7 @@ __device__ __forceinline__ Sequence warp_uniform(const Sequence& s) {
 }
 
 template <bool kMayBeVarlen>
-__device__ __forceinline__ SequenceTile warp_uniform(const SequenceTile& tile) {
+FLASH_DEVICE SequenceTile warp_uniform(const SequenceTile& tile) {
     if constexpr (!kMayBeVarlen) return tile;
     return {warp_uniform<true>(tile.sequence), ptx::warp_uniform(tile.tile)};
 }

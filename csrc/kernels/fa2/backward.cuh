@@ -29,6 +29,10 @@ namespace flash_ext {
 // The order in which KV tiles add their dQ to a Q tile, in deterministic mode.
 template <class Tile>
 struct DQSemaphore {
+    // The wait comes after the matmul of dQ: before it, its branch would prevent the compiler from
+    // overlapping that matmul with the previous one. If that would spill, it comes first.
+    static constexpr bool kWaitFirst = Tile::kHeadDim == 64 || Tile::kHeadDim > 128;
+
     const BackwardParams& params;
     const Tile& cta;
     int kv_tile;
@@ -36,24 +40,24 @@ struct DQSemaphore {
     int q_tile;
 
     // The Q tile's counter of KV tiles that have added their dQ.
-    __device__ __forceinline__ int* counter() const {
+    FLASH_DEVICE int* counter() const {
         return params.dq_semaphore + 1 +
                workspace_row(params, cta.sequence, head, q_tile * Tile::kBlockQ) / kWorkspaceRows;
     }
 
     // How many KV tiles see the Q tile and come before this CTA's.
-    __device__ __forceinline__ int mine() const {
+    FLASH_DEVICE int mine() const {
         return VisibleTiles::of_queries<false>(cta.mask, tile_interval(q_tile, Tile::kBlockQ),
                                                Tile::kBlockKV)
             .count_before(kv_tile);
     }
 
-    __device__ __forceinline__ void wait() const {
+    FLASH_DEVICE void wait() const {
         if (threadIdx.x == 0) ptx::wait_for_count(counter(), mine(), 64);
         __syncthreads();  // what the earlier CTAs have added is visible to all threads
     }
 
-    __device__ __forceinline__ void end() const {
+    FLASH_DEVICE void end() const {
         __syncthreads();  // all threads have issued their additions
         if (threadIdx.x == 0) {
             __threadfence();
@@ -62,31 +66,26 @@ struct DQSemaphore {
     }
 };
 
-template <class Accum>
-__device__ __forceinline__ void add_dq(const typename Accum::DQ& rdQ, const Accum& accum) {
-    accum.for_all([&](int block, int n, typename Accum::Floats& floats) {
-        float x[Accum::kFloats];
-#pragma unroll
-        for (int i = 0; i < Accum::kFloats; ++i) x[i] = Accum::element(rdQ, block, n, i);
-        ptx::red_add(floats.x, x);
-    });
+// This CTA's. In deterministic mode CTAs take them in the order in which they start, so that those
+// that a CTA waits for are running.
+FLASH_DEVICE int work_index(const BackwardParams& params, int& shared) {
+    int index = blockIdx.x;
+    if (params.deterministic) {
+        if (threadIdx.x == 0) shared = atomicAdd(params.dq_semaphore, 1);
+        __syncthreads();  // the work index has been fetched
+        index = ptx::warp_uniform(shared);
+    }
+    return index;
 }
 
 template <class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
     fa2_backward_kernel(const __grid_constant__ BackwardParams params) {
     if (!may_run<Tile>()) return __trap();
-    // The wait comes after the matmul of dQ: before it, its branch would prevent the compiler from
-    // overlapping that matmul with the previous one. Where that would spill, it comes first.
-    constexpr bool kWaitFirst = Tile::kHeadDim == 64 || Tile::kHeadDim > 128;
+    constexpr bool kWaitFirst = DQSemaphore<Tile>::kWaitFirst;
     auto& storage = shared_storage<typename Tile::SharedStorage>();
-    int linear = blockIdx.x;
-    if (params.deterministic) {
-        if (threadIdx.x == 0) storage.work_index = atomicAdd(params.dq_semaphore, 1);
-        __syncthreads();  // the work index has been fetched
-        linear = ptx::warp_uniform(storage.work_index);
-    }
-    const WorkTile work = work_tile(linear, params.schedule);  // ascending KV tiles: longest first
+    // Ascending KV tiles: longest first.
+    const WorkTile work = work_tile(work_index(params, storage.work_index), params.schedule);
     const auto [sequence, kv_tile] = warp_uniform<true>(tile_of<Tile::kMayBeVarlen, Rows::kKeys>(
         params, work.batch, work.tile_index, Tile::kBlockKV));
     const Tile cta(params, sequence, work.head);
@@ -151,8 +150,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
             typename Tile::DQ rdQ;
             cta.template compute_dq<slice>(rdQ);
             if (!kWaitFirst && params.deterministic) dq_semaphore.wait();
-            const DQAccum<Tile> accum(params, cta.sequence, walk.head, walk.q_tile(), slice);
-            add_dq(rdQ, accum);
+            cta.add_dq(rdQ, walk, slice);
         });
         if (params.deterministic) dq_semaphore.end();
         walk = next;
@@ -182,7 +180,7 @@ cudaError_t launch_fa2_backward(const BackwardParams& params, cudaStream_t strea
     if (status == cudaSuccess)
         status = launch_kernel<fa2_backward_kernel<Tile>>(
             cta_count(params.schedule), Tile::kThreads, Tile::kSharedBytes, params, stream);
-    if (status == cudaSuccess) status = postprocess_dq<DQTile<Tile>>(params, stream);
+    if (status == cudaSuccess) status = postprocess_dq<Tile>(params, stream);
     return status;
 }
 
