@@ -1,8 +1,7 @@
 """`torch.vmap` of the ops: the mapped dimension becomes part of the batch, in one call.
 
-Elements run one by one if the batch cannot hold them: packed sequences, options that have a batch
-or differ between elements, dropout, whose masks would differ, and gradients that are summed over
-the batch.
+With an option that is a tensor the elements run one by one. The batch could hold few of those: not
+packed sequences, nor a dropout mask for each element, nor gradients that are summed over the batch.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from .options import dim_of
 from .torch_private import register_vmap_kernel
 
 Dims = Any
@@ -37,14 +35,6 @@ def _have_one_batch(tensors: Any, dims: Any) -> bool:
             return False
         batches.add(shape[0])
     return len(batches) == 1
-
-
-def _has_batch(name: str, x: Tensor, dim: int | None) -> bool:
-    """Whether an option has a batch, or is mapped. A bias of batch 1 is one for every batch."""
-    if dim is not None:
-        return True
-    batch = dim_of(name, x.dim(), "batch")
-    return batch is not None and not (name == "bias" and x.shape[batch] == 1)
 
 
 def _one_by_one(op: Any, size: int, tensors: Any, dims: Any, options: Any, option_dims: Any) -> Any:
@@ -75,41 +65,22 @@ def _together(op: Any, size: int, tensors: Any, dims: Any, options: Any) -> Any:
     return split, tuple(None if x.dim() == 1 else 0 for x in results)
 
 
-def _rule(op: Any, sums_over_batch: Callable[[dict[str, Any]], bool]) -> Callable[..., Any]:
-    """What `torch.vmap` does in place of the op.
-
-    Args:
-        op: takes tensors of (B, ...) and options.
-        sums_over_batch: whether the op with these options returns a sum over the batch.
-    """
+def _rule(op: Any) -> Callable[..., Any]:
+    """What `torch.vmap` does in place of the op, of tensors (B, ...) and options."""
 
     def rule(info: Any, dims: Dims, *arguments: Any) -> tuple[tuple[Tensor, ...], Dims]:
         *tensors, options = arguments
         *tensor_dims, every_dim = dims
         option_dims = {name: every_dim[name] for name, x in options.items() if torch.is_tensor(x)}
-        apart = (
-            "cu_seqlens_q" in options
-            or options.get("dropout_p", 0.0) > 0
-            or any(_has_batch(name, options[name], dim) for name, dim in option_dims.items())
-            or sums_over_batch(options)
-            or not _have_one_batch(tensors, tensor_dims)
-        )
         size = info.batch_size
-        if apart:
+        if option_dims or not _have_one_batch(tensors, tensor_dims):
             return _one_by_one(op, size, tensors, tensor_dims, options, option_dims)  # type: ignore[no-any-return]
         return _together(op, size, tensors, tensor_dims, options)  # type: ignore[no-any-return]
 
     return rule
 
 
-def _sums_gradients(options: dict[str, Any]) -> bool:
-    """Whether bwd returns gradients of a sink or of a bias, which may be summed over the batch."""
-    bias = options.get("bias")
-    dbias = bias is not None and options.get("need_dbias", True) and bias.is_floating_point()
-    return dbias or options.get("sink") is not None
-
-
-def register(library: Library, fwd: Any, bwd: Any) -> None:
-    """Register the rules of the two ops."""
-    for op, sums in ((fwd, lambda options: False), (bwd, _sums_gradients)):
-        register_vmap_kernel(library, op, _rule(op, sums))
+def register(library: Library, *ops: Any) -> None:
+    """Register the rules of ops."""
+    for op in ops:
+        register_vmap_kernel(library, op, _rule(op))
