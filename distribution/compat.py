@@ -55,10 +55,6 @@ NAMES = (*(f"{torch}, {python}" for torch, python in ROWS), *(f"nvcc {x}" for x 
 
 TARGETS = "80+PTX;90a"
 
-TESTED_WITH = {
-    "setuptools", "ninja", "pybind11", "pytest", "pytest-xdist", "hypothesis", "transformers",
-    "tqdm", "kernels", "psutil",
-}  # fmt: skip
 INSTALL_SECONDS = 20
 
 PROBE = """
@@ -108,19 +104,6 @@ def interpreter(version: str) -> str | None:
     return None
 
 
-def pins(python: str) -> list[str]:
-    """The pinned tools of the tests for a minor version of Python, as in pyproject.toml."""
-    text = (ROOT / "pyproject.toml").read_text()
-    found = []
-    for requirement, name, marker in re.findall(
-        r'^ +"(([\w-]+)==[\w.]+)(?:; python_version (.+?))?",$', text, re.MULTILINE
-    ):
-        old = int(python.split(".")[1]) < 11
-        if name in TESTED_WITH and (not marker or marker.startswith("<") == old):
-            found.append(requirement)
-    return found
-
-
 def run(command: list[str], log: Path, **options: Any) -> int:
     """Run a command, its output appended to the log."""
     with log.open("a") as file:
@@ -140,9 +123,10 @@ def environment_of(folder: Path, torch: str, python: str, log: Path) -> str | No
         return f"no Python {python} here"
     if not executable.exists() and run([base, "-m", "venv", str(folder)], log):
         return f"no environment of Python {python} could be made"
-    if run([str(executable), "-m", "pip", "install", "-q", f"torch=={torch}"], log):
+    install = [str(executable), "-m", "pip", "install", "-q"]
+    if run([*install, "pip>=25.1", f"torch=={torch}"], log):
         return f"torch {torch} cannot be installed with Python {python}"
-    if run([str(executable), "-m", "pip", "install", "-q", "numpy", *pins(python)], log):
+    if run([*install, "numpy", "--group", f"{ROOT}/pyproject.toml:test"], log):
         return "the tools of the tests cannot be installed"
     ready.touch()
     return None
