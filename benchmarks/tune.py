@@ -36,7 +36,7 @@ from timing import Timer
 
 TUNING, COST = Path("csrc/plan/tuning.h"), Path("csrc/plan/cost.h")
 SWITCH, HOOK = "FLASH_EXT_TUNE", "FLASH_EXT_FORCE_TILE"
-TILES = {"few_queries": 1, "usual": 2, "long_keys": 3}  # of Fa3ForwardTile
+TILES = ("few_queries", "usual", "long_keys")  # the first of Fa3ForwardTile, in its order
 USUAL = "usual"
 MOST_OVERHEAD = 512
 TOKENS, HIDDEN = 16384, 2048
@@ -275,7 +275,7 @@ def forced(tile: str, call: Callable[[], object]) -> Callable[[], object]:
     """The call with a tile."""
 
     def run() -> object:
-        os.environ[HOOK] = str(TILES[tile])
+        os.environ[HOOK] = str(TILES.index(tile))
         return call()
 
     return run

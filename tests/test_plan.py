@@ -8,7 +8,10 @@ that take another's kernel; and a GPU that is asked for its attributes at every 
 from __future__ import annotations
 
 import itertools
+import os
 import re
+import subprocess
+import sys
 from types import ModuleType
 
 import pytest
@@ -642,3 +645,23 @@ def test_a_launch_without_a_kernel_names_the_call(
         call = f"the {name} pass of variant '{variant}' at head dimensions {head_dim} and 40"
         with pytest.raises(RuntimeError, match=f"no kernel for {call} in bfloat16"):
             run(variant)
+
+
+@pytest.mark.parametrize("tuning", (True, False))
+def test_splits_are_forced_for_tuning_alone(tuning: bool, native: ModuleType) -> None:
+    """In a process of its own: a process decides at its first call whether it is tuned."""
+    code = """
+import os, test_plan
+native = test_plan.plan_module("flash_ext_plan", "-DFLASH_EXT_SM90A")
+p = test_plan.problem(native, seqlen_q=1, seqlen_k=8192, heads_q=8, heads_k=8, head_dim=128)
+for splits in ("5", "3"):
+    os.environ["FLASH_EXT_FORCE_SPLITS"] = splits
+    print(p.forward("fa3").num_splits)
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    environment |= {"FLASH_EXT_TUNE": "1"} if tuning else {}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    first, second = map(int, done.stdout.split())
+    assert (first, second) == (5, 3) if tuning else first == second

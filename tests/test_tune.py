@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -134,7 +135,13 @@ def test_a_tile_is_forced_for_each_call(monkeypatch: pytest.MonkeyPatch) -> None
     ]
     for call in (*calls, calls[0]):
         call()
-    assert seen == ["1", "2", "3", "1"]
+    assert seen == ["0", "1", "2", "0"]
+    enumerators = re.search(r"enum class Fa3ForwardTile \{ ([\w, ]+)", TEXTS[0])
+    assert enumerators is not None
+    names = [
+        re.sub("[A-Z]", lambda x: "_" + x[0].lower(), x[1:])[1:] for x in enumerators[1].split(", ")
+    ]
+    assert tuple(names[:3]) == tune.TILES
 
 
 def test_it_needs_a_hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,3 +1,5 @@
+#include <cstdlib>
+
 #include "plan/steps.h"
 
 namespace flash_ext {
@@ -5,6 +7,14 @@ namespace {
 
 // With which lse is never large, see kernels/common/large_lse.cuh.
 constexpr double kMaxFa3Softcap = 2048;
+
+// What benchmarks/tune.py asks for in place of the plan's choice: the number in an environment
+// variable, which may change between calls. Only if FLASH_EXT_TUNE was set at the first call.
+std::optional<int> forced(const char* name) {
+    static const bool kTunes = std::getenv("FLASH_EXT_TUNE") != nullptr;
+    const char* value = kTunes ? std::getenv(name) : nullptr;
+    return value == nullptr ? std::nullopt : std::optional(std::atoi(value));
+}
 
 std::string fa3_unsupported_reason(const Call& call, Pass pass) {
     if (call.device.major != 9)
@@ -62,7 +72,9 @@ bool plan_fa3_decode(ForwardPlan& plan, bool may_pack_gqa, const GpuModel& gpu) 
     if (tile == kManyRows && 2 * tiles > gpu.sms) return false;
 
     const tuning::Fa3DecodeShape shape = tuning::fa3_decode(dims, tile);
-    const int splits = decode_splits(params, plan.mask, tiles, tile, shape.ctas_per_sm, gpu);
+    const int splits =
+        forced("FLASH_EXT_FORCE_SPLITS")
+            .value_or(decode_splits(params, plan.mask, tiles, tile, shape.ctas_per_sm, gpu));
     choose_kernel(plan, tuning::kFa3Decode, options_of(params));
     params.changes_scores = changes_scores(options_of(params));  // a branch at run time
     params.pack_gqa_log2 = q_tiles.pack_gqa_log2;
@@ -108,6 +120,8 @@ void plan_fa3_forward(ForwardPlan& plan, const GpuModel& gpu) {
     kernel.tile =
         splits ? tuning::Fa3ForwardTile::kFewQueries
                : fa3_forward_tile(kernel.head_dims, params, plan.mask, tiles <= gpu.sms, gpu);
+    if (const auto tile = forced("FLASH_EXT_FORCE_TILE"); tile && !splits)
+        kernel.tile = static_cast<tuning::Fa3ForwardTile>(*tile);
     const int block_q =
         choose_fa3_forward(plan, options_of(params) | only_if(splits, OptionSet::kSplits));
     const QueryTiles q_tiles{packed ? params.heads_k : params.heads_q,
