@@ -435,7 +435,7 @@ enum class Fa3BackwardSchedule { kPingPong, kByMatmul, kByMatmulEarly, kEarly, k
 using enum Fa3BackwardSchedule;
 
 // Where dQ is. In the registers of S it must be stored before the next S begins. Otherwise it is
-// stored while the next matmuls run; at d 128 that takes too many registers.
+// stored while the next matmuls run; d 128 lacks the registers for it.
 enum class DQRegisters { kOfS, kOfDP, kOwn };
 using enum DQRegisters;
 

@@ -1,4 +1,4 @@
-// Matrices in a warp's registers, and what is done with each of their elements, rows or columns.
+// Matrices in a warp's registers, and operations on their elements, rows and columns.
 //
 // Accumulator layout of mma.m16n8k16 and of wgmma (lane = 4 g + c, g 0..7, c 0..3): element
 // v[m][n][2 i + e] is row 16 m + g + 8 i, column 8 n + 2 c + e. So a lane has rows (m, i), which
@@ -45,7 +45,7 @@ struct RegisterTile {
 
     Number v[kM][kN][4];
 
-    // x = f(x, others...) for all elements, with those of other tiles in the same place.
+    // x = f(x, others...) for all elements, with the elements of other tiles in the same place.
     template <class Function, class... Others>
     __device__ __forceinline__ void map(Function f, const Others&... others) {
 #pragma unroll

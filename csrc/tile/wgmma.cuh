@@ -34,7 +34,7 @@ __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address) {
     return kConstant | (kPinned ? static_cast<uint32_t>(ptx::warp_uniform(encoded)) : encoded);
 }
 
-// The descriptor of what is this many bytes further on. The start address is in the lower half,
+// The descriptor of the operand this many bytes further on. The start address is in the lower half,
 // which does not overflow.
 __device__ __forceinline__ uint64_t moved_descriptor(uint64_t descriptor, uint32_t bytes) {
     const uint32_t lower = static_cast<uint32_t>(descriptor) + bytes / 16;

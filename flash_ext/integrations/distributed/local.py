@@ -149,7 +149,7 @@ def backward(
 
     Args:
         call: which rows.
-        dout, dlse, q, out, lse: of all queries. out and lse are those of all keys, not the call's:
+        dout, dlse, q, out, lse: of all queries. out and lse come from all keys, not the call's:
             so P = exp(S - lse) is the call's part of the whole softmax.
         k, v: all rows of the keys at hand.
         options: of the ops.
