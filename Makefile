@@ -2,7 +2,8 @@
 #
 # All of it goes into .venv, and nothing into another environment. .venv sees the packages of PYTHON
 # (default: the active Python): torch is installed only if PYTHON has none that is 2.11 or newer.
-# make PY=/path/to/python takes that Python and its tools as they are, and installs nothing.
+# make PY=/path/to/python takes that Python and its tools as they are, and installs nothing: for
+# machines without a package index.
 
 PYTHON ?= $(shell command -v python3 || command -v python)
 TEST_JOBS ?= 2
@@ -54,7 +55,7 @@ SHARED = import sys; from importlib.metadata import version; \
 .venv/ready: pyproject.toml
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	    { echo "flash_ext needs Python 3.10 or newer; use: make PYTHON=/path/to/python"; exit 1; }
-	@echo "making .venv with the tools, and with torch unless $(PYTHON) has it"
+	@echo "making .venv with the tools, and with torch unless $(PYTHON) has it (some minutes)"
 	"$(PYTHON)" -m venv .venv
 	$(PY) -m pip install -q "pip>=25.1"
 	@shared="$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth"; \

@@ -257,3 +257,21 @@ def test_make_works_in_a_path_with_spaces(given: str, tmp_path: Path) -> None:
     ran, printed = done.stdout.splitlines()
     assert ran == f'"{active if given == "PY" else installed}" distribution/make_hub.py --check'
     assert printed == f"{folder} ['distribution/make_hub.py', '--check']"
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_make_without_network_installs_nothing(tmp_path: Path) -> None:
+    """On a machine without a package index, by a Python that has torch and pytest."""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    python, log = tmp_path / "python3", tmp_path / "log"
+    python.write_text(f'#!/bin/sh\necho "$@" >> {log}\n')
+    python.chmod(0o755)
+    env = {name: x for name, x in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    command = ["make", "-s", "PY=python3", "gpu-test", "ARGS=-x"]
+    env["PATH"] = f"{tmp_path}{os.pathsep}{env['PATH']}"
+    subprocess.run(command, cwd=tmp_path, env=env, check=True)
+    assert log.read_text().splitlines() == [
+        "setup.py -q build_ext --inplace",
+        "tests/gpu_suite.py -x",
+    ]
+    assert not (tmp_path / ".venv").exists()
