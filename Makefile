@@ -26,7 +26,8 @@ export FLASH_EXT_STRICT ?= 1
 export PATH := $(SCRIPTS):$(PATH)
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: help demo test lint format build gpu-test soak sanitize bench report wheel hub compat release clean
+.PHONY: help demo test lint format build gpu-test soak sanitize bench report wheel \
+    check-wheel hub compat release clean
 
 help:
 	@echo "make demo      train a small GPT through flash_ext and through standard attention"
@@ -42,9 +43,10 @@ help:
 	@echo "make bench BENCH=compare   one of them (ARGS=--help: how), or io, memory, numerics, train, ..."
 	@echo "make report    put the measured tables and figures into README.md and docs/"
 	@echo "make wheel     the wheel and the sdist, checked (LIBRARY=_C.abi3.so: of a library that exists)"
+	@echo "make check-wheel   only the checks of it"
 	@echo "make hub       dist/hub, for Hugging Face's kernels, from the wheel"
-	@echo "make compat    the wheel under each torch and Python, the source under other releases of nvcc"
-	@echo "make release   the checklist of a release: refuses where something is missing"
+	@echo "make compat    the wheel under each torch and Python, the source under other releases of nvcc, by nox"
+	@echo "make release   the checklist of a release: refuses if something is missing"
 	@echo "make clean     remove what was built"
 
 # Prints the folders of packages of a Python whose torch is new enough.
@@ -110,18 +112,37 @@ bench: build
 report: $(READY)
 	cd benchmarks && $(PY) -m report $(ARGS)
 
+# What is built is the same every time: the times in zip files begin in 1980.
+wheel check-wheel release: export SOURCE_DATE_EPOCH = 315532800
+PLATFORM = manylinux_2_28_x86_64
 LIBRARY ?=
 wheel: $(RELEASE_READY)
-	$(PY) distribution/make_wheel.py $(if $(LIBRARY),--library "$(LIBRARY)") $(ARGS)
+	rm -f dist/*.tar.gz dist/*$(PLATFORM).whl
+	$(PY) -m build --no-isolation --sdist
+	FLASH_EXT_LIBRARY="$(LIBRARY)" FLASH_EXT_PORTABLE=1 \
+	    $(PY) -m build --no-isolation --wheel -C=--build-option=--plat-name=$(PLATFORM)
+	$(MAKE) check-wheel
+
+check-wheel: $(RELEASE_READY)
+	$(PY) -m auditwheel repair --plat $(PLATFORM) --only-plat -w build/audited \
+	    --exclude libtorch.so --exclude libtorch_cpu.so dist/*$(PLATFORM).whl
+	$(PY) -m abi3audit --strict dist/*$(PLATFORM).whl
+	$(PY) -m check_wheel_contents dist/*$(PLATFORM).whl
+	$(PY) -m twine check --strict dist/*.tar.gz dist/*$(PLATFORM).whl
+	$(PY) distribution/artifacts.py
 
 hub: $(READY)
 	$(PY) distribution/make_hub.py $(ARGS)
 
-compat: $(READY)
-	$(PY) distribution/compat.py $(ARGS)
+compat: $(RELEASE_READY)
+	$(PY) -m nox $(ARGS)
 	cd benchmarks && $(PY) -m report
 
-release: $(RELEASE_READY)
+release: lint check-wheel
+	@test -z "$$(git status --porcelain)" || { git status --short; echo "not committed"; exit 1; }
+	cd benchmarks && $(PY) -m report --check
+	$(PY) distribution/make_hub.py --check
+	$(PY) -m build --no-isolation --sdist -o build/again && cmp build/again/*.tar.gz dist/*.tar.gz
 	$(PY) distribution/release.py
 
 clean:

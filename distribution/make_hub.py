@@ -23,7 +23,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from make_wheel import BINARY, DIST, RECORD, ROOT, version, wheel_path
+from artifacts import BINARY, DIST, RECORD, ROOT, version, wheel_path
 
 HUB = DIST / "hub"
 NAME = "flash-ext"

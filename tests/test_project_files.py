@@ -7,7 +7,6 @@ torch or Python than the package promises.
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,6 @@ tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has none")
 yaml = pytest.importorskip("yaml")
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "distribution"))
-import compat  # noqa: E402
-
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 GROUPS: dict[str, list[Any]] = PYPROJECT["dependency-groups"]
 PINS = {x for group in GROUPS.values() for x in group if isinstance(x, str)}
@@ -61,7 +57,9 @@ def test_the_workflow_tests_the_oldest_and_the_pinned_torch() -> None:
 
 def test_the_pythons_are_those_of_the_tested_wheels() -> None:
     assert f">={PYTHONS[0]}" == PYPROJECT["project"]["requires-python"]
-    assert set(PYTHONS) == {python for _, python in compat.ROWS}
+    assert set(PYTHONS) == {
+        python for _, python in PYPROJECT["tool"]["flash_ext"]["compat"]["torch"]
+    }
 
 
 @pytest.mark.parametrize("name", ["test", "wheels"])
