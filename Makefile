@@ -32,7 +32,7 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 help:
 	@echo "make demo      train a small GPT through flash_ext and through standard attention"
 	@echo "make test      build, lint and run the tests that need no GPU"
-	@echo "make lint      formatting, lint, types and the layers of csrc/"
+	@echo "make lint      formatting, lint, types, words and the layers of csrc/"
 	@echo "make format    format everything"
 	@echo "make build     compile the CUDA kernels in place (flash_ext/_C.abi3.so)"
 	@echo "make gpu-test  run the GPU tests; writes benchmarks/results/<gpu>/tests.json"
@@ -82,6 +82,7 @@ lint: $(READY)
 	$(PY) -m ruff check .
 	$(PY) -m mypy
 	clang-format --dry-run -Werror $$(find csrc tests -name '*.cpp' -o -name '*.cu*' -o -name '*.h')
+	$(PY) docs/lint_words.py
 	$(PY) -m pytest -q --noconftest tests/test_layers.py
 
 format: $(READY)

@@ -1,10 +1,10 @@
 """The wheel of dist/ under several releases of torch and Python, its source under several of nvcc.
 
     nox                                            # all rows; `make compat`
-    nox -s "wheel-3.11(torch='2.11.0')"            # one of them; nox --list: their names
+    nox -s "wheel(python='3.11', torch='2.11.0')"  # one of them; nox --list: their names
     nox -s gpu                                     # the GPU tests, in this environment
 
-A row of torch has an environment of its own. There the wheel is installed, without a compiler in
+A row of torch has its own environment. There the wheel is installed, without a compiler in
 reach, and imported; its ops, attention on the CPU and explain are tried; then the CPU tests of the
 sdist run against the wheel's package. For a row of nvcc the toolkit is installed by pip into a
 folder, and builds the sdist for all targets with the torch of this environment: no kernel may be
@@ -97,7 +97,7 @@ def unpacked_sdist(folder: Path) -> Path:
 
 
 def source_with_wheel(folder: Path) -> Path:
-    """The sdist, unpacked, with the package of the wheel in place of its own."""
+    """The sdist, unpacked, with the package of the wheel in place of the sdist's."""
     source = unpacked_sdist(folder)
     shutil.rmtree(source / "flash_ext")
     with zipfile.ZipFile(wheel_path()) as archive:
@@ -116,7 +116,7 @@ def counts_of(report: Path) -> dict[str, int]:
 @nox.session
 @nox.parametrize("python,torch", [(python, torch) for torch, python in ROWS["torch"]])
 def wheel(session: nox.Session, torch: str) -> None:
-    """A release of torch: the wheel in an environment of its own, and the CPU tests."""
+    """A release of torch: the wheel in its own environment, and the CPU tests."""
     with row(f"{torch}, {session.python}") as facts:
         tools = nox.project.dependency_groups(PYPROJECT, "test")
         session.install(f"torch=={torch}", "numpy", *tools)

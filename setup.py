@@ -47,7 +47,7 @@ OLDEST_NVCC = {"80": (12, 5), "90a": (12, 9)}
 
 
 def find_cuda_home() -> Path | None:
-    """The CUDA toolkit: $CUDA_HOME, or that of the nvcc on PATH, or /usr/local/cuda.
+    """The CUDA toolkit: $CUDA_HOME, or the home of the nvcc on PATH, or /usr/local/cuda.
 
     A toolkit needs bin/nvcc and the headers. The nvcc on PATH may be a script or a link in a folder
     without headers, so nvcc itself is asked for its home.
@@ -71,7 +71,7 @@ def find_cuda_home() -> Path | None:
 
 
 def cuda_folders(home: Path, name: str) -> list[Path]:
-    """Where a toolkit has a header or library: at its top, or, as of conda, in that of a target."""
+    """Where a toolkit has a header or library: at its top, or, in conda's, in a target's folder."""
     targets = (home / "targets").glob(f"{platform.machine()}-linux")
     return [top / name for top in (home, *targets) if (top / name).exists()]
 
@@ -91,7 +91,7 @@ def gencode_flags(archs: str) -> list[str]:
 def targets_of(torch, portable: bool) -> str:
     """The default of FLASH_EXT_CUDA_ARCHS: what the GPUs here run, as torch's own extensions do.
 
-    A build for one of the two takes a fifth less of the time, or three quarters. Without a GPU, and
+    A build for one of the two is faster by a fifth, or by three quarters. Without a GPU, and
     for a wheel, which is for other machines, it is both.
     """
     gpus = [] if portable else range(torch.cuda.device_count())
@@ -119,7 +119,7 @@ def find_files(*patterns: str) -> list[str]:
 
 
 def host_source() -> str:
-    """All C++ files in one: most of what each of them takes is reading torch's headers."""
+    """All C++ files in one: most of the time of each is reading torch's headers."""
     file = ROOT / "build/host.cpp"
     parts = find_files("csrc/api/*.cpp", "csrc/plan/*.cpp")
     text = "".join(f'#include "{part.removeprefix("csrc/")}"\n' for part in parts)
@@ -175,7 +175,7 @@ def common_flags(archs: str) -> list[str]:
 
 
 def nvcc_flags(archs: str, release: str, portable: bool, jobs: int) -> list[str]:
-    # Older toolkits cannot choose. "size" takes longer, and gives wheels a fifth of the size.
+    # Older toolkits cannot choose. "size" is slower, and gives wheels a fifth of the size.
     mode = "size" if portable else "balance"
     return [
         *common_flags(archs),
@@ -344,7 +344,7 @@ def checksum(file: Path) -> str:
 
 
 class Recorded(build_ext):
-    """Installs a binary, and writes what is known of it beside it."""
+    """Installs a binary, and writes its record beside it."""
 
     def get_ext_filename(self, name: str) -> str:
         return str(Path(*name.split("."))) + ".abi3.so"  # whatever Python: it is no module

@@ -41,7 +41,7 @@ def sdist_path() -> Path:
 
 
 def content_checksum(wheel: Path) -> str:
-    """SHA-256 of the package in a wheel: what is imported, without the metadata and the README."""
+    """SHA-256 of the package in a wheel, without the metadata and the README."""
     content = hashlib.sha256()
     with zipfile.ZipFile(wheel) as archive:
         for name in sorted(n for n in archive.namelist() if n.startswith("flash_ext/")):
@@ -55,7 +55,7 @@ def output(*command: str) -> str:
 
 
 def complaints(wheel: Path) -> list[str]:
-    """What is wrong with a wheel."""
+    """The errors of a wheel."""
     if not wheel.is_file():
         return [f"there is no {wheel.name}: run make wheel"]
     found = []
@@ -67,7 +67,7 @@ def complaints(wheel: Path) -> list[str]:
         library = archive.extract(BINARY, folder)
         record = json.loads(archive.read(RECORD))
         if record["sha256"] != hashlib.sha256(archive.read(BINARY)).hexdigest():
-            found += ["the library's checksum is not that of its record"]
+            found += ["the library has another checksum than its record says"]
         if record["version"] != version():
             found += [f"the record is of version {record['version']}, the source of {version()}"]
         if record["platform"] != PLATFORM:

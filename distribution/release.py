@@ -6,7 +6,7 @@
     compat   each torch and Python is tested with this wheel, and so is a GPU; each nvcc builds its
              source; all are green
 
-It writes dist/SHA256SUMS and prints what is left to type, or exits with what is missing.
+It writes dist/SHA256SUMS and prints the commands that remain, or exits with the complaints.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def source_complaints() -> Iterator[str]:
 
 
 def gpu_complaints(results: Path, digest: str) -> Iterator[str]:
-    """What is missing of the reports from a GPU."""
+    """The missing reports from a GPU."""
     for name, command in (("tests", "gpu-test"), ("sanitizer", "sanitize")):
         found = [json.loads(path.read_text()) for path in results.glob(f"*/{name}.json")]
         found = [run for run in found if run.get("digest") == digest]
@@ -72,7 +72,7 @@ def wheel_complaints(digest: str) -> Iterator[str]:
 
 
 def compat_complaints(found: dict[str, Any], wanted: str, names: list[str]) -> Iterator[str]:
-    """What is missing in compat.json for the wheel whose package has this checksum."""
+    """The missing rows of compat.json for the wheel whose package has this checksum."""
     if found.get("wheel") != wanted:
         yield "benchmarks/results/compat.json is of another wheel: run make compat"
         return
@@ -109,7 +109,7 @@ def main() -> None:
     files = wheel_path(), sdist_path()
     sums = [f"{hashlib.sha256(x.read_bytes()).hexdigest()}  {x.name}" for x in files]
     (DIST / "SHA256SUMS").write_text("\n".join(sums) + "\n")
-    print("ready. What is left:")
+    print("ready. Type:")
     print(f"    git tag -a v{version()} -m 'flash_ext {version()}' && git push --tags")
     print(f"    python -m twine upload {' '.join(f'dist/{x.name}' for x in files)}")
     print("    upload dist/hub to the kernel repository")

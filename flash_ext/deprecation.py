@@ -6,7 +6,7 @@ import warnings
 
 
 def removed_in(since: str) -> str:
-    """The version, at the earliest, without what is deprecated since this one ("0.2")."""
+    """The version, at the earliest, without a name that is deprecated since this one ("0.2")."""
     major, minor = map(int, since.split("."))
     return f"{major + 1}.0" if major else f"0.{minor + 1}"
 

@@ -205,7 +205,7 @@ def test_seeds_differ(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--option", "scale='x'"], "scale must be a number"),
         (["--option", "window=3"], "window must be two numbers"),
         (["--option", "deterministic=1"], "deterministic must be True or False"),
-        (["--option", "bias=1"], "bias is a random tensor: it takes no value"),
+        (["--option", "bias=1"], "bias is a random tensor: it has no value"),
         (["--plot", "a.png"], "--plot needs --seqlens with two lengths"),
         (["--json", "missing/a.json"], "must be a file in a folder that exists"),
         (["--fp8", "--dtype", "float32"], "--fp8 quantizes bfloat16 or float16"),

@@ -1,6 +1,6 @@
 """The CPU kernels of `fwd_into` and `bwd_into`: compute, and copy.
 
-The checks are those of csrc/api/into.cpp.
+csrc/api/into.cpp has the same checks.
 """
 
 from __future__ import annotations

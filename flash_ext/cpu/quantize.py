@@ -1,7 +1,7 @@
 """The CPU kernels of quantization to FP8 or int8, as csrc/kernels/fp8/ has them for CUDA.
 
-Every operation is rounded to float32 in the same order, so x_8bit and descale are those of the CUDA
-kernels bit by bit (but for the bits of a NaN). Sums of means are in another order.
+Every operation is rounded to float32 in the same order, so x_8bit and descale equal the CUDA
+kernels' bit by bit (but for the bits of a NaN). Sums of means are in another order.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def _quantize_cpu(
 
     longest = max((-(-y.shape[0] // SCALE_ROWS) for y in rotated), default=0)
     if scales == "block" and blocks < longest:
-        refuse("blocks", f"at least that of the longest sequence, {longest}", blocks)
+        refuse("blocks", f"at least the longest sequence's, {longest}", blocks)
     if scales == "block" and cu_seqlens is None and blocks != -(-x.shape[1] // SCALE_ROWS):
         refuse("blocks", f"ceil(seqlen / 128) = {-(-x.shape[1] // SCALE_ROWS)}", blocks)
     shape = descale_shape(x, scales, cu_seqlens, blocks)

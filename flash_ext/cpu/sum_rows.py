@@ -1,6 +1,6 @@
 """The CPU kernels of `torch.ops.flash_ext.sum_rows`, `combine_parts` and `copy_rows`.
 
-The checks are those of csrc/api/sum_rows.cpp.
+csrc/api/sum_rows.cpp has the same checks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _require(
 
 
 def _require_rows(name: str, x: Tensor, out: Tensor, rows: int | None = None) -> None:
-    """x is out's but for the rows, of which there may be any number, or so many."""
+    """x is out's but for the rows, of which there may be any number, or this one."""
     if x.dim() != 4:
         refuse(name, "of shape (batch, seqlen, heads, head_dim)", tuple(x.shape))
     dtype = statistics_dtype(out.dtype)

@@ -1,10 +1,10 @@
 """FLOPs of the ops for `torch.utils.flop_counter.FlopCounterMode`, by the rule of SDPA's formulas.
 
 That is two matmuls forward and five backward over whole rows of scores: masked scores count too.
-Packed sequences count with their own lengths, where these can be read.
+Packed sequences count with their own lengths, if these can be read.
 
 The formulas are registered when `torch.utils.flop_counter` is imported, by whomever: it imports
-triton where that is installed, which takes several times as long as flash_ext.
+triton if that is installed, which is several times slower to import than flash_ext.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MODULE = "torch.utils.flop_counter"
 
 
 def _values(lengths: Tensor) -> list[int] | None:
-    """None where tensors hold no values: on the meta device, and in the subclasses of tracing."""
+    """None if tensors hold no values: on the meta device, and in the subclasses of tracing."""
     if lengths.is_meta or type(lengths) is not Tensor:
         return None
     return lengths.tolist()

@@ -52,7 +52,7 @@ def _folded_options(
 def _same_batch(
     tensors: Any, dims: Any, options: dict[str, Any], option_dims: dict[str, int | None]
 ) -> bool:
-    """Whether everything has one batch, for each element; the op itself says what is wrong."""
+    """Whether everything has one batch, for each element; the op itself says the error."""
 
     def batch_of(x: Tensor, dim: int | None) -> int:
         return x.shape[0] if dim is None or dim > 0 else x.shape[1]
@@ -114,7 +114,7 @@ def _rule(op: Any, sums_over_batch: Callable[[dict[str, Any]], bool]) -> Callabl
     """What `torch.vmap` does in place of the op.
 
     Args:
-        op: takes tensors of (B, ...), the last of which is not None, and options.
+        op: accepts tensors of (B, ...), the last of which is not None, and options.
         sums_over_batch: whether the op with these options returns a sum over the batch.
     """
 
