@@ -60,9 +60,11 @@ def ran(cell: dict[str, Any]) -> set[str]:
 
 def test_the_documented_command(tmp_path: Path) -> None:
     """In a process of its own, with real times. A CPU runs it small; it writes no file."""
-    command = f"{sys.executable} -m flash_ext.bench --shape 2 4096 32 128 --kv-heads 8 --causal"
+    command = "-m flash_ext.bench --shape 2 4096 32 128 --kv-heads 8 --causal"
     done = subprocess.run(
-        [*command.split(), "--device", "cpu", "--rounds", "1"], capture_output=True, text=True
+        [sys.executable, *command.split(), "--device", "cpu", "--rounds", "1"],
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     assert "This is a CPU" in done.stdout and "smaller than asked for" in done.stdout
