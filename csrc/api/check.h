@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cuda_runtime_api.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
@@ -26,9 +27,37 @@
 #include "plan/variants.h"
 #include "problem/params.h"
 
+// Weak: a CPU-only libtorch lacks it, and there this library must load too.
+extern "C" __attribute__((weak)) AOTITorchError
+aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
+
 namespace flash_ext {
 
 using torch::headeronly::ScalarType;
+
+// What the tensors of a call agree on: dense (batch, seqlen, heads, head_dim), or packed (total,
+// heads, head_dim).
+struct Sizes {
+    bool varlen;
+    int64_t batch;
+    int64_t seqlen_q;  // all rows when packed
+    int64_t seqlen_k;
+    int64_t heads_q;
+    int64_t heads_k;
+    int64_t head_dim;
+    int64_t head_dim_v;
+
+    // The shape of q, k, v or out.
+    std::vector<int64_t> rows(int64_t seqlen, int64_t heads, int64_t dim) const {
+        if (varlen) return {seqlen, heads, dim};
+        return {batch, seqlen, heads, dim};
+    }
+    std::vector<int64_t> statistics() const {
+        if (varlen) return {heads_q, seqlen_q};
+        return {batch, heads_q, seqlen_q};
+    }
+    int64_t tensor_batches() const { return varlen ? 1 : batch; }
+};
 
 template <class... Parts>
 [[noreturn]] void fail(const Parts&... parts) {
@@ -48,34 +77,22 @@ std::string shape_text(const Range& sizes) {
 }
 
 inline const char* dtype_name(ScalarType dtype) {
-    switch (dtype) {
-        case ScalarType::Half:
-            return "float16";
-        case ScalarType::BFloat16:
-            return "bfloat16";
-        case ScalarType::Float:
-            return "float32";
-        case ScalarType::Double:
-            return "float64";
-        case ScalarType::Int:
-            return "int32";
-        case ScalarType::Long:
-            return "int64";
-        case ScalarType::Bool:
-            return "bool";
-        case ScalarType::Char:
-            return "int8";
-        case ScalarType::Float8_e4m3fn:
-            return "float8_e4m3fn";
-        case ScalarType::Float8_e5m2:
-            return "float8_e5m2";
-        case ScalarType::Float8_e4m3fnuz:
-            return "float8_e4m3fnuz";
-        case ScalarType::Float8_e5m2fnuz:
-            return "float8_e5m2fnuz";
-        default:
-            return "another dtype";
-    }
+    constexpr std::pair<ScalarType, const char*> kNames[] = {
+        {ScalarType::Half, "float16"},
+        {ScalarType::BFloat16, "bfloat16"},
+        {ScalarType::Float, "float32"},
+        {ScalarType::Double, "float64"},
+        {ScalarType::Int, "int32"},
+        {ScalarType::Long, "int64"},
+        {ScalarType::Bool, "bool"},
+        {ScalarType::Char, "int8"},
+        {ScalarType::Float8_e4m3fn, "float8_e4m3fn"},
+        {ScalarType::Float8_e5m2, "float8_e5m2"},
+        {ScalarType::Float8_e4m3fnuz, "float8_e4m3fnuz"},
+        {ScalarType::Float8_e5m2fnuz, "float8_e5m2fnuz"}};
+    for (const auto& [named, name] : kNames)
+        if (named == dtype) return name;
+    return "another dtype";
 }
 
 inline void require_dtype(std::string_view argument, const Tensor& tensor, ScalarType dtype) {
@@ -307,10 +324,22 @@ inline const GpuModel& device_of(const Tensor& q) {
 }
 
 // torch's current stream of x's device.
-cudaStream_t current_stream(const Tensor& x);
+inline cudaStream_t current_stream(const Tensor& x) {
+    void* stream = nullptr;
+    if (aoti_torch_get_current_cuda_stream == nullptr ||
+        aoti_torch_get_current_cuda_stream(x.get_device_index(), &stream) != 0)
+        fail("this torch has no CUDA stream to launch on");
+    return static_cast<cudaStream_t>(stream);
+}
 
-// Throws what the launch reports. `call` is what there may be no kernel for.
-void check_launch(cudaError_t status, const std::string& call);
+// Throws the error of a launch.
+inline void check_launch(cudaError_t status) {
+    if (status == cudaErrorNoKernelImageForDevice || status == cudaErrorInvalidDeviceFunction)
+        fail("the CUDA kernels were compiled for " FLASH_EXT_TARGETS
+             ", which this GPU does not run: compile them on its machine, or set "
+             "FLASH_EXT_CUDA_ARCHS to its target ('90a' for Hopper, '80+PTX' for others)");
+    if (status != cudaSuccess) fail("the CUDA launch failed: ", cudaGetErrorString(status));
+}
 
 inline void check_architecture(const Tensor& q) {
     const GpuModel& device = device_of(q);

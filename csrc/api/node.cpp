@@ -16,7 +16,6 @@
 
 #include "api/attention.h"
 #include "api/boxing.h"
-#include "api/out_of_memory.h"
 #include "plan/variants.h"
 
 namespace flash_ext {

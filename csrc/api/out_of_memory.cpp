@@ -1,6 +1,7 @@
-#include "api/out_of_memory.h"
-
 #include <stdexcept>
+#include <string>
+
+#include "api/attention.h"
 
 // Since torch 2.13: the message of an error that a function of the stable ABI reports.
 extern "C" __attribute__((weak)) const char* torch_exception_get_what_without_backtrace();

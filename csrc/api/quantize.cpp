@@ -7,13 +7,24 @@
 #include <string>
 #include <vector>
 
+#include "api/boxing.h"
 #include "api/check.h"
-#include "api/row_ops.h"
-#include "plan/row_kernels.h"
+#include "plan/launchers.h"
 #include "schedule/row_tiles.cuh"
 
 namespace flash_ext {
 namespace {
+
+struct QuantizeOptions {
+    std::optional<Tensor> signs;
+    std::optional<Tensor> mean;
+    std::optional<Tensor> cu_seqlens;
+    std::optional<Tensor> seqused;
+    int64_t blocks = 0;  // of descale, for block scales
+    std::optional<ScalarType> dtype;
+
+    auto fields() { return std::tie(signs, mean, cu_seqlens, seqused, blocks, dtype); }
+};
 
 constexpr const char* kScalesNames[] = {"tensor", "head", "block", "channel"};
 
@@ -105,8 +116,7 @@ QuantizeParams check_rows(const Tensor& x, const QuantizeOptions& options) {
     return params;
 }
 
-}  // namespace
-
+// x_8bit and descale.
 std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x, const std::string& scales,
                                          const QuantizeOptions& options) {
     const Scales kind = check_scales(scales);
@@ -150,10 +160,11 @@ std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x, const std::string& sca
     params.x_8bit = static_cast<uint8_t*>(x_8bit.data_ptr());
     params.descale = static_cast<float*>(descale.data_ptr());
     if (amax.defined()) params.amax = static_cast<float*>(amax.data_ptr());
-    check_launch(quantize(params, device_of(x), stream), "quantize");
+    check_launch(quantize(params, device_of(x), stream));
     return {x_8bit, descale};
 }
 
+// (B, H, D), float32.
 Tensor mean_of_rows(const Tensor& x, const std::optional<Tensor>& cu_seqlens,
                     const std::optional<Tensor>& seqused) {
     QuantizeParams params = check_rows(x, {.cu_seqlens = cu_seqlens, .seqused = seqused});
@@ -167,8 +178,15 @@ Tensor mean_of_rows(const Tensor& x, const std::optional<Tensor>& cu_seqlens,
     params.x = operand("x", aligned).view();
     params.sums = static_cast<float*>(sums.data_ptr());
     params.mean_out = static_cast<float*>(mean.data_ptr());
-    check_launch(token_mean(params, stream), "token_mean");
+    check_launch(token_mean(params, stream));
     return mean;
 }
 
+}  // namespace
 }  // namespace flash_ext
+
+STABLE_TORCH_LIBRARY_IMPL(flash_ext, CUDA, m) {
+    using namespace flash_ext;
+    m.impl("fp8_quantize", boxed<quantize_rows>);
+    m.impl("fp8_token_mean", boxed<mean_of_rows>);
+}

@@ -4,9 +4,9 @@
 
 #include <string>
 
+#include "api/boxing.h"
 #include "api/check.h"
-#include "api/row_ops.h"
-#include "plan/row_kernels.h"
+#include "plan/launchers.h"
 
 namespace flash_ext {
 namespace {
@@ -94,10 +94,8 @@ void launch(const SumRowsParams& params, const Tensor& out) {
     check_architecture(out);
     const cudaStream_t stream = current_stream(out);
     const torch::stable::accelerator::DeviceGuard guard(out.get_device_index());
-    check_launch(sum_rows(params, stream), "sum_rows");
+    check_launch(sum_rows(params, stream));
 }
-
-}  // namespace
 
 void add_rows(const Tensor& out, const std::vector<Tensor>& parts,
               const std::vector<int64_t>& firsts, const std::optional<Tensor>& index) {
@@ -111,6 +109,7 @@ void add_rows(const Tensor& out, const std::vector<Tensor>& parts,
     launch(params, out);
 }
 
+// Every tensor of `outs` becomes x; they may be in other GPUs' memory.
 void write_rows(const std::vector<Tensor>& outs, const Tensor& x) {
     if (outs.empty() || outs.size() > kMostOuts)
         refuse("outs", text("1 to ", kMostOuts, " tensors"), outs.size());
@@ -146,4 +145,12 @@ void combine_rows(const Tensor& out, const Tensor& lse, const std::vector<Tensor
     launch(params, out);
 }
 
+}  // namespace
 }  // namespace flash_ext
+
+STABLE_TORCH_LIBRARY_IMPL(flash_ext, CUDA, m) {
+    using namespace flash_ext;
+    m.impl("combine_parts", boxed<combine_rows>);
+    m.impl("sum_rows", boxed<add_rows>);
+    m.impl("copy_rows", boxed<write_rows>);
+}

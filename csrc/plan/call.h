@@ -1,39 +1,14 @@
-// A call, as far as the choice of its kernels depends on it: plain data, known before anything is
-// allocated.
+// A call, as far as the choice of its kernels depends on it: known before anything is allocated.
 #pragma once
 
 #include <cstdint>
 #include <span>
-#include <vector>
 
 #include "plan/device.h"
-#include "problem/option_set.h"
+#include "problem/params.h"
 #include "tile/tensor_view.h"
 
 namespace flash_ext {
-
-// Dense (batch, seqlen, heads, head_dim) or packed (total, heads, head_dim).
-struct Sizes {
-    bool varlen;
-    int64_t batch;
-    int64_t seqlen_q;  // all rows when packed
-    int64_t seqlen_k;
-    int64_t heads_q;
-    int64_t heads_k;
-    int64_t head_dim;
-    int64_t head_dim_v;
-
-    // The shape of q, k, v or out.
-    std::vector<int64_t> rows(int64_t seqlen, int64_t heads, int64_t dim) const {
-        if (varlen) return {seqlen, heads, dim};
-        return {batch, seqlen, heads, dim};
-    }
-    std::vector<int64_t> statistics() const {
-        if (varlen) return {heads_q, seqlen_q};
-        return {batch, heads_q, seqlen_q};
-    }
-    int64_t tensor_batches() const { return varlen ? 1 : batch; }
-};
 
 // A tensor whose rows kernels read or write: (B, S, H, D), and (1, total, H, D) where sequences are
 // packed.
@@ -44,12 +19,24 @@ struct Operand {
     int64_t strides[4];
     int element_bytes = 2;
 
-    bool is_empty() const;
+    bool is_empty() const {
+        return sizes[0] == 0 || sizes[1] == 0 || sizes[2] == 0 || sizes[3] == 0;
+    }
     // Do all rows start on 16-byte boundaries and end on them?
-    bool is_aligned() const;
+    bool is_aligned() const {
+        const int64_t elements = 16 / element_bytes;
+        bool aligned = reinterpret_cast<uintptr_t>(data) % 16 == 0 && sizes[3] % elements == 0;
+        for (int dim = 0; dim < 3; ++dim) aligned = aligned && used_stride(dim) % elements == 0;
+        return aligned;
+    }
     // Can TMA address all rows? See tile/tensor_map.cuh.
-    bool is_reached_by_tma() const;
-    TensorView view() const;
+    bool is_reached_by_tma() const {
+        int64_t end = 0;  // in elements, of the memory that the tensor's rows span
+        for (int dim = 0; dim < 4; ++dim) end += sizes[dim] * used_stride(dim);
+        const bool rows_differ = sizes[1] == 1 || strides[1] > 0;
+        return rows_differ && element_bytes * end < int64_t{1} << 35;
+    }
+    TensorView view() const { return {data, used_stride(0), used_stride(1), used_stride(2)}; }
 
  private:
     // The stride of a dimension of size 1 is never used, and need not be aligned.
@@ -57,17 +44,9 @@ struct Operand {
 };
 
 struct Call {
-    const GpuModel& device;
-    Sizes sizes;
-    std::span<const Operand> operands;  // q, k, v; out and dout where there are any
-    double softcap;
-    bool has_bias;
-    bool has_dropout;
-    bool has_alibi;
-
-    OptionSet options() const;
-    // v is in float8_e4m3fn then, q and k in that or int8.
-    bool has_8_bits() const { return operands[0].element_bytes == 1; }
+    const GpuModel& gpu;
+    const AttentionParams& params;
+    std::span<const Operand> operands;  // q, k, v; out and dout in a backward
 };
 
 }  // namespace flash_ext

@@ -168,7 +168,7 @@ inline tuning::Fa3ForwardTile fa3_forward_tile(HeadDims dims, const AttentionPar
     const auto time = [&](const tuning::Fa3Forward& tile, const tuning::Fa3Costs& costs = {}) {
         return forward_time(params, mask, tile, costs, gpu);
     };
-    if (element_bytes(params.element_type) == 1) {
+    if (has_8_bits(params)) {
         const tuning::Fa3ForwardFp8Row row = row_of(tuning::kFa3ForwardFp8, dims);
         // The tiles for splits have fewer rows, but a row and key takes longer
         // (docs/notes/016-fp8.md, d 64).

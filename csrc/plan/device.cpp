@@ -37,12 +37,4 @@ const GpuModel* find_device(int index) {
     return seen ? &devices()[index] : nullptr;
 }
 
-const GpuModel& current_device() {
-    static const GpuModel kNone;
-    int index = -1;
-    cudaGetDevice(&index);
-    const GpuModel* device = find_device(index);
-    return device != nullptr ? *device : kNone;
-}
-
 }  // namespace flash_ext

@@ -25,7 +25,4 @@ constexpr GpuModel gpu_model(int major, int minor, int shared_bytes, int sms, in
 // Null where the CUDA runtime does not see it.
 const GpuModel* find_device(int index);
 
-// The calling thread's current device.
-const GpuModel& current_device();
-
 }  // namespace flash_ext

@@ -3,45 +3,27 @@
 namespace flash_ext {
 namespace {
 
-std::string fa1_unsupported_reason(const Call& call, Pass pass) {
-    const auto forward = [](auto d, auto dv) { return fa1_forward_shared_bytes<d, dv>(); };
-    const auto backward = [](auto d, auto dv) { return fa1_backward_shared_bytes<d, dv>(); };
-    return pass == Pass::kForward
-               ? mma_unsupported_reason<tuning::kFa1Forward>(call, pass, forward)
-               : mma_unsupported_reason<tuning::kFa1Backward>(call, pass, backward);
-}
+using Fa1Kernels = MmaKernels<tuning::kFa1Forward, tuning::kFa1Backward, Fa1>;
 
-void plan_fa1_forward(ForwardPlan& plan, const GpuModel& /*gpu*/) {
+void plan_fa1_forward(ForwardPlan& plan) {
     ForwardParams& params = plan.params;
     choose_kernel(plan, tuning::kFa1Forward, options_of(params));
     const HeadDims dims = plan.kernel.head_dims;
-    const int block_q = tuning::fa1_forward(dims).block_q;
+    const int block_q = row_of(tuning::kFa1Forward, dims).block_q;
     const int64_t rows = tile_count(params, {params.heads_q, block_q}) * block_q;
     plan.workspace.reserve(params.out_accum, rows * dims.v);
     plan.workspace.reserve(params.row_statistics, rows * 2);
 }
 
-cudaError_t run_fa1_forward(const ForwardPlan& plan, cudaStream_t stream) {
-    return dispatch_head_dims<tuning::kFa1Forward>(
-        plan.kernel.head_dims, [&](auto dim, auto dim_v) {
-            return fa1_forward<dim, dim_v>(plan.params, plan.kernel, stream);
-        });
-}
-
-void plan_fa1_backward(BackwardPlan& plan, const GpuModel& /*gpu*/) {
-    plan_mma_backward(plan, tuning::kFa1Backward);
-}
-
-cudaError_t run_fa1_backward(const BackwardPlan& plan, cudaStream_t stream) {
-    return dispatch_head_dims<tuning::kFa1Backward>(
-        plan.kernel.head_dims, [&](auto dim, auto dim_v) {
-            return fa1_backward<dim, dim_v>(plan.params, plan.kernel, stream);
-        });
-}
+void plan_fa1_backward(BackwardPlan& plan) { plan_mma_backward(plan, tuning::kFa1Backward); }
 
 }  // namespace
 
-constexpr VariantRow kFa1Row{fa1_unsupported_reason, std::nullopt,    plan_fa1_forward,
-                             plan_fa1_backward,      run_fa1_forward, run_fa1_backward};
+constexpr VariantRow kFa1Row{Fa1Kernels::unsupported_reason,
+                             std::nullopt,
+                             plan_fa1_forward,
+                             plan_fa1_backward,
+                             Fa1Kernels::forward,
+                             Fa1Kernels::backward};
 
 }  // namespace flash_ext

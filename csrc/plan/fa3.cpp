@@ -17,15 +17,15 @@ std::optional<int> forced(const char* name) {
 }
 
 std::string fa3_unsupported_reason(const Call& call, Pass pass) {
-    if (call.device.major != 9)
-        return text("needs a Hopper GPU (compute capability 9.0), this one has ", call.device.major,
-                    ".", call.device.minor);
+    if (call.gpu.major != 9)
+        return text("needs a Hopper GPU (compute capability 9.0), this one has ", call.gpu.major,
+                    ".", call.gpu.minor);
 #ifndef FLASH_EXT_SM90A
     return "was not built: add 90a to FLASH_EXT_CUDA_ARCHS";
 #endif
-    const Sizes& sizes = call.sizes;
+    const AttentionParams& params = call.params;
     const bool backward = pass == Pass::kBackward;
-    if (call.has_8_bits() && backward) return "has no backward for 8-bit inputs";
+    if (has_8_bits(call.params) && backward) return "has no backward for 8-bit inputs";
     for (const Operand& x : call.operands) {
         // A tensor map needs memory.
         if (backward && x.is_empty()) return text("has no backward for an empty ", x.name);
@@ -36,28 +36,28 @@ std::string fa3_unsupported_reason(const Call& call, Pass pass) {
                         " that are not one row repeated, within 32 GiB of memory");
     }
     const std::string reason =
-        backward            ? table_reason(call, tuning::kFa3Backward, tuning::kFa3BackwardWide)
-        : call.has_8_bits() ? table_reason(call, tuning::kFa3ForwardFp8)
-                            : table_reason(call, tuning::kFa3Forward);
+        backward ? table_reason(call, tuning::kFa3Backward, tuning::kFa3BackwardWide)
+        : has_8_bits(call.params) ? table_reason(call, tuning::kFa3ForwardFp8)
+                                  : table_reason(call, tuning::kFa3Forward);
     if (!reason.empty()) return reason;
-    if (call.softcap > kMaxFa3Softcap) return "has no softcap above 2048";
+    if (params.softcap > kMaxFa3Softcap) return "has no softcap above 2048";
     // The limit of dynamic_persistent_scheduler.cuh, with the smallest tiles.
-    const int rows = backward ? tuning::kMinFa3BackwardBlock : tuning::kForwardBlockQ;
-    const auto tiles = [&](int64_t heads, int64_t length) {
-        return heads * sizes.tensor_batches() *
-               (length / rows + 1 + (sizes.varlen ? sizes.batch + 1 : 0));
+    const int rows = backward ? tuning::kFa3BackwardWideBlock : tuning::kForwardBlockQ;
+    const auto tiles = [&](int heads, int length) {
+        return int64_t{heads} * tensor_batches(params) * tile_numbers(params, length, rows);
     };
-    const int64_t keys = backward ? tiles(sizes.heads_k, sizes.seqlen_k) : 0;
-    if (std::max(keys, tiles(sizes.heads_q, sizes.seqlen_q)) >= int64_t{1} << 24)
+    const int64_t keys = backward ? tiles(params.heads_k, params.seqlen_k) : 0;
+    if (std::max(keys, tiles(params.heads_q, params.seqlen_q)) >= int64_t{1} << 24)
         return text("needs fewer than 2^24 tiles of ", rows, " rows");
     return "";
 }
 
 // By the kernel for few queries, if they are. The splits of a tile are a cluster, or several.
-bool plan_fa3_decode(ForwardPlan& plan, bool may_pack_gqa, const GpuModel& gpu) {
+bool plan_fa3_decode(ForwardPlan& plan, bool may_pack_gqa) {
     using enum tuning::Fa3ForwardTile;
     ForwardParams& params = plan.params;
-    if (element_bytes(params.element_type) == 1) return false;
+    const GpuModel& gpu = plan.kernel.gpu;
+    if (has_8_bits(params)) return false;
     const auto* row = tuning::find_row(tuning::kFa3Decode, head_dims(params), options_of(params));
     if (row == nullptr) return false;
     const HeadDims dims = row->head_dims;
@@ -95,7 +95,7 @@ bool plan_fa3_decode(ForwardPlan& plan, bool may_pack_gqa, const GpuModel& gpu) 
 // The kernel and the rows of its Q tiles.
 int choose_fa3_forward(ForwardPlan& plan, OptionSet needed) {
     ForwardKernel& kernel = plan.kernel;
-    if (element_bytes(plan.params.element_type) == 1) {
+    if (has_8_bits(plan.params)) {
         choose_kernel(plan, tuning::kFa3ForwardFp8, needed);
         return 64 *
                tuning::fa3_forward_fp8(kernel.head_dims, kernel.options, kernel.tile).consumers;
@@ -104,13 +104,13 @@ int choose_fa3_forward(ForwardPlan& plan, OptionSet needed) {
     return 64 * tuning::fa3_forward(kernel.head_dims, kernel.options, kernel.tile).consumers;
 }
 
-void plan_fa3_forward(ForwardPlan& plan, const GpuModel& gpu) {
+void plan_fa3_forward(ForwardPlan& plan) {
     ForwardParams& params = plan.params;
     ForwardKernel& kernel = plan.kernel;
-    kernel.sms = gpu.sms;
+    const GpuModel& gpu = kernel.gpu;
     // ALiBi differs between heads, and TMA needs a positive stride between them.
     const bool may_pack_gqa = params.alibi_slopes == nullptr && params.q.head_stride > 0;
-    if (plan_fa3_decode(plan, may_pack_gqa, gpu)) return;
+    if (plan_fa3_decode(plan, may_pack_gqa)) return;
     // As with splits until their number is known.
     choose_fa3_forward(plan, options_of(params) | OptionSet::kSplits);
     const int64_t tiles = plan_splits(plan, may_pack_gqa, gpu.sms, tuning::kFa3SplitKeys);
@@ -131,15 +131,13 @@ void plan_fa3_forward(ForwardPlan& plan, const GpuModel& gpu) {
                          /*may_take_whole_heads=*/true);
 }
 
-cudaError_t dispatch_fa3_forward(const ForwardParams& params, const ForwardKernel& kernel,
-                                 cudaStream_t stream) {
-    if (element_bytes(params.element_type) == 1)
+cudaError_t run_fa3_forward(const ForwardPlan& plan, cudaStream_t stream) {
+    const ForwardParams& params = plan.params;
+    const ForwardKernel& kernel = plan.kernel;
+    if (has_8_bits(params))
         return dispatch_head_dims<tuning::kFa3ForwardFp8>(
             kernel.head_dims, [&](auto dim, auto dim_v) {
-                return dispatch<ElementType::kFloat8, ElementType::kInt8>(
-                    params.element_type, [&](auto type) {
-                        return fa3_forward_fp8<type, dim, dim_v>(params, kernel, stream);
-                    });
+                return fa3_forward_fp8<dim, dim_v>(params, kernel, stream);
             });
     if (tuning::is_decoding(kernel.tile))
         return dispatch_head_dims<tuning::kFa3Decode>(kernel.head_dims, [&](auto dim, auto dim_v) {
@@ -148,12 +146,6 @@ cudaError_t dispatch_fa3_forward(const ForwardParams& params, const ForwardKerne
     return dispatch_head_dims<tuning::kFa3Forward>(kernel.head_dims, [&](auto dim, auto dim_v) {
         return fa3_forward<dim, dim_v>(params, kernel, stream);
     });
-}
-
-cudaError_t run_fa3_forward(const ForwardPlan& plan, cudaStream_t stream) {
-    const cudaError_t status = dispatch_fa3_forward(plan.params, plan.kernel, stream);
-    if (status != cudaSuccess || !plan.kernel.has_splits) return status;
-    return combine_splits(plan.params, plan.kernel.head_dims, stream, /*pdl=*/true);
 }
 
 // dK and dV of parts in the workspace, with a float in the place of two elements.
@@ -193,9 +185,10 @@ WideSchedules wide_schedules(const BackwardParams& params, const MaskSummary& ma
 }
 
 // Parts are heads of `params`.
-void plan_wide_backward(BackwardPlan& plan, const BackwardParams& params, HeadDims dims,
-                        const GpuModel& gpu) {
+void plan_wide_backward(BackwardPlan& plan, const BackwardParams& params) {
     BackwardKernel& kernel = plan.kernel;
+    const HeadDims dims = kernel.head_dims;
+    const GpuModel& gpu = kernel.gpu;
     plan.workspace.reserve(plan.params.tile_count_semaphore, 2);
     kernel.ds_tiles = DSWorkspaceTiles(params, plan.mask);
     kernel.ds_heads = ds_heads_at_a_time(params, kernel.ds_tiles);
@@ -206,10 +199,10 @@ void plan_wide_backward(BackwardPlan& plan, const BackwardParams& params, HeadDi
     if (last > 0) kernel.last_wide = wide_schedules(params, plan.mask, dims, last, gpu);
 }
 
-void plan_fa3_backward(BackwardPlan& plan, const GpuModel& gpu) {
+void plan_fa3_backward(BackwardPlan& plan) {
     BackwardParams& params = plan.params;
     BackwardKernel& kernel = plan.kernel;
-    kernel.sms = gpu.sms;
+    const GpuModel& gpu = kernel.gpu;
     kernel.many_queries = mean_queries(params) >= tuning::kManyQueries;
     params.may_have_large_lse = params.softcap == 0.f;
     const bool wide = !choose_kernel(plan, tuning::kFa3Backward, options_of(params)) &&
@@ -220,7 +213,7 @@ void plan_fa3_backward(BackwardPlan& plan, const GpuModel& gpu) {
                                    tile_numbers(params, params.seqlen_k, block_kv), wide, gpu));
     reserve_rows(plan, wide ? 0 : dims.qk);
     const BackwardParams of_parts = with_parts_as_heads(params);
-    if (wide) return plan_wide_backward(plan, of_parts, dims, gpu);
+    if (wide) return plan_wide_backward(plan, of_parts);
     params.schedule = backward_schedule(of_parts, plan.mask, block_kv, dims, 1, gpu);
     kernel.lead = lead_of(of_parts, plan.mask, params.schedule, dims, gpu);
     params.dq_accum_zeroed = kernel.lead == 0 && !params.deterministic;

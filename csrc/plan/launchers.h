@@ -5,9 +5,12 @@
 
 #include <cuda_runtime_api.h>
 
+#include "plan/device.h"
 #include "plan/ds_workspace.cuh"
 #include "plan/tuning.h"
 #include "problem/params.h"
+#include "problem/quantize.h"
+#include "problem/sum_rows.h"
 
 namespace flash_ext {
 
@@ -17,7 +20,7 @@ struct ForwardKernel {
     OptionSet options;              // of the sets in this row
     tuning::Fa3ForwardTile tile{};  // FA3
     bool has_splits = false;        // stores the results of splits, which another kernel combines
-    int sms = 0;                    // FA3, whose grids are persistent: the most CTAs
+    GpuModel gpu;
 };
 
 // FA3 for wide heads: the order of KV tiles, and of Q tiles.
@@ -30,8 +33,8 @@ struct WideSchedules {
 struct BackwardKernel {
     HeadDims head_dims{};
     OptionSet options;
+    GpuModel gpu;
     // FA3:
-    int sms = 0;
     bool many_queries = false;
     int lead = 0;  // see lead_of()
     // FA3 for wide heads. The dS of ds_heads heads of K and V is stored at a time; the last ones
@@ -47,28 +50,35 @@ using ForwardLauncher = cudaError_t(const ForwardParams& params, const ForwardKe
 using BackwardLauncher = cudaError_t(const BackwardParams& params, const BackwardKernel& kernel,
                                      cudaStream_t stream);
 
+// FA1's and FA2's. Their kernels run on GPUs with less shared memory than Hopper's: the smallest
+// tiles need so many bytes.
 template <int kHeadDim, int kHeadDimV>
-ForwardLauncher fa1_forward;
+struct Fa1 {
+    static ForwardLauncher forward;
+    static BackwardLauncher backward;
+    static int forward_shared_bytes();
+    static int backward_shared_bytes();
+};
 template <int kHeadDim, int kHeadDimV>
-ForwardLauncher fa2_forward;
+struct Fa2 {
+    static ForwardLauncher forward;
+    static BackwardLauncher backward;
+    static int forward_shared_bytes();
+    static int backward_shared_bytes();
+};
 template <int kHeadDim, int kHeadDimV>
 ForwardLauncher fa3_forward;
 template <int kHeadDim, int kHeadDimV>
 ForwardLauncher fa3_decode;
 // With q and k in kFloat8 or kInt8, and v in kFloat8.
-template <ElementType kQKType, int kHeadDim, int kHeadDimV>
+template <int kHeadDim, int kHeadDimV>
 ForwardLauncher fa3_forward_fp8;
-template <int kHeadDim, int kHeadDimV>
-BackwardLauncher fa1_backward;
-template <int kHeadDim, int kHeadDimV>
-BackwardLauncher fa2_backward;
 template <int kHeadDim, int kHeadDimV>
 BackwardLauncher fa3_backward;
 template <int kHeadDim, int kHeadDimV>
 BackwardLauncher fa3_backward_wide;
 
-// After a forward with split keys, by a kernel of these head dims. `pdl` as for launch_kernel():
-// only after FA3, since every GPU that runs FA3 has it.
+// After a forward with split keys, by a kernel of these head dims. `pdl` as for launch_kernel().
 cudaError_t combine_splits(ForwardParams params, HeadDims dims, cudaStream_t stream, bool pdl);
 
 // Before a variant's backward, a CTA for each block_q rows.
@@ -86,14 +96,18 @@ cudaError_t sum_parts(const BackwardParams& params, TensorView dk, TensorView dv
 cudaError_t sanitize_cu_seqlens(BackwardParams params, const int* given_q, const int* given_k,
                                 cudaStream_t stream);
 
-// Shared memory that a CTA of the kernel needs.
-template <int kHeadDim, int kHeadDimV>
-int fa1_forward_shared_bytes();
-template <int kHeadDim, int kHeadDimV>
-int fa2_forward_shared_bytes();
-template <int kHeadDim, int kHeadDimV>
-int fa1_backward_shared_bytes();
-template <int kHeadDim, int kHeadDimV>
-int fa2_backward_shared_bytes();
+// Beside attention: kernels that read tensors row by row.
+
+// x_8bit and descale. Block scales take one pass over memory, others a first one for the maxima.
+cudaError_t quantize(QuantizeParams params, const GpuModel& gpu, cudaStream_t stream);
+
+// Rows of x that a CTA reduces column by column.
+inline constexpr int kColumnRows = 512;
+
+// mean_out: the mean over the rows in use of each sequence, 0 where it has none.
+cudaError_t token_mean(const QuantizeParams& params, cudaStream_t stream);
+
+// Adds up rows, or attention over some keys each.
+cudaError_t sum_rows(const SumRowsParams& params, cudaStream_t stream);
 
 }  // namespace flash_ext

@@ -39,7 +39,7 @@ Choice choose(const Call& call, Pass pass, Variant variant, bool may_stand_in) {
         if (reason.empty()) return {variant, why};
         why = text("variant '", name_of(variant), "' ", reason);
         if (!may_stand_in || !row.stand_in) return {std::nullopt, why};
-        if (call.has_8_bits())
+        if (has_8_bits(call.params))
             return {std::nullopt, why + ", and no other variant has 8-bit inputs"};
         variant = *row.stand_in;
     }
@@ -58,25 +58,31 @@ Choice choose_backward(const Call& call, Variant forward) {
 void make_plan(ForwardPlan& plan, const GpuModel& gpu) {
     pack_gqa_view(plan.params);
     plan.mask = summary_of(plan.params);
-    row_of(plan.variant).plan_forward(plan, gpu);
+    plan.kernel.gpu = gpu;
+    row_of(plan.variant).plan_forward(plan);
 }
 
 void make_plan(BackwardPlan& plan, const GpuModel& gpu) {
     BackwardParams& params = plan.params;
     plan.mask = summary_of(params);
+    plan.kernel.gpu = gpu;
     if (params.deterministic && params.cu_seqlens_q != nullptr) {
         plan.cu_seqlens_q = params.cu_seqlens_q;
         plan.cu_seqlens_k = params.cu_seqlens_k;
         plan.workspace.reserve(params.cu_seqlens_q, params.batch + 1);
         plan.workspace.reserve(params.cu_seqlens_k, params.batch + 1);
     }
-    row_of(plan.variant).plan_backward(plan, gpu);
+    row_of(plan.variant).plan_backward(plan);
     if (params.dsink != nullptr)
         plan.workspace.reserve(params.dsink_partial, int64_t{params.heads_q} * tuning::kSinkSplits);
 }
 
 cudaError_t launch(const ForwardPlan& plan, cudaStream_t stream) {
-    return row_of(plan.variant).forward(plan, stream);
+    const cudaError_t status = row_of(plan.variant).forward(plan, stream);
+    if (status != cudaSuccess || !plan.kernel.has_splits) return status;
+    // Every GPU that runs FA3 has programmatic dependent launch.
+    return combine_splits(plan.params, plan.kernel.head_dims, stream,
+                          /*pdl=*/plan.variant == Variant::kFa3);
 }
 
 cudaError_t launch(const BackwardPlan& plan, cudaStream_t stream) {
@@ -88,13 +94,6 @@ cudaError_t launch(const BackwardPlan& plan, cudaStream_t stream) {
     if (status == cudaSuccess && params.dbias != nullptr) status = bias_gradient(params, stream);
     if (status == cudaSuccess && params.dsink != nullptr) status = sink_gradient(params, stream);
     return status;
-}
-
-std::string text_of(Pass pass, Variant variant, const AttentionParams& params) {
-    constexpr const char* kTypes[] = {"float16", "bfloat16", "float8_e4m3fn", "int8"};
-    return text("the ", pass == Pass::kForward ? "forward" : "backward", " pass of variant '",
-                name_of(variant), "' at head dimensions ", params.head_dim, " and ",
-                params.head_dim_v, " in ", kTypes[static_cast<int>(params.element_type)]);
 }
 
 }  // namespace flash_ext

@@ -63,7 +63,4 @@ void make_plan(BackwardPlan& plan, const GpuModel& gpu);
 cudaError_t launch(const ForwardPlan& plan, cudaStream_t stream);
 cudaError_t launch(const BackwardPlan& plan, cudaStream_t stream);
 
-// A call, for the error that there is no kernel for it (kNoKernel).
-std::string text_of(Pass pass, Variant variant, const AttentionParams& params);
-
 }  // namespace flash_ext

@@ -23,17 +23,14 @@ struct VariantRow {
     // The variant that stands in where they cannot.
     std::optional<Variant> stand_in;
     // All decisions. The params are complete but for these.
-    void (*plan_forward)(ForwardPlan& plan, const GpuModel& gpu);
-    void (*plan_backward)(BackwardPlan& plan, const GpuModel& gpu);
+    void (*plan_forward)(ForwardPlan& plan);
+    void (*plan_backward)(BackwardPlan& plan);
     cudaError_t (*forward)(const ForwardPlan& plan, cudaStream_t stream);
     cudaError_t (*backward)(const BackwardPlan& plan, cudaStream_t stream);
 };
 
 extern const VariantRow kFa1Row, kFa2Row, kFa3Row;
 
-inline HeadDims head_dims(const Sizes& sizes) {
-    return {static_cast<int>(sizes.head_dim), static_cast<int>(sizes.head_dim_v)};
-}
 inline HeadDims head_dims(const AttentionParams& params) {
     return {params.head_dim, params.head_dim_v};
 }
@@ -45,11 +42,11 @@ std::string table_reason(const Call& call, const Tables&... tables) {
                                                               {"bias", OptionSet::kBias},
                                                               {"softcap", OptionSet::kSoftcap},
                                                               {"ALiBi", OptionSet::kAlibi}};
-    const OptionSet needed = call.options();
+    const OptionSet needed = options_of(call.params);
     for (const auto& [name, option] : kOptions)
         if (contains(needed, option) && !(tuning::find_row(tables, {}, option) || ...))
-            return text("has no ", name, call.has_8_bits() ? " with 8-bit inputs" : "");
-    const HeadDims dims = head_dims(call.sizes);
+            return text("has no ", name, has_8_bits(call.params) ? " with 8-bit inputs" : "");
+    const HeadDims dims = head_dims(call.params);
     if ((tuning::find_row(tables, dims, needed) || ...)) return "";
     return text("has no kernel for head dimensions ", dims.qk, " and ", dims.v,
                 needed == OptionSet::kNone ? "" : " with these options");
@@ -67,25 +64,52 @@ bool choose_kernel(Plan& plan, const Row (&table)[kRows], OptionSet needed) {
     return true;
 }
 
-// Why a kernel that needs so much cannot run; empty where it can. Some GPUs (compute capability
-// 8.6, 8.9, 12.x) have less shared memory than the A100.
-inline std::string shared_memory_reason(const Call& call, Pass pass, int needed) {
-    if (needed <= call.device.shared_bytes) return "";
-    return text("needs ", needed, " bytes of shared memory per block ",
-                pass == Pass::kBackward ? "in the backward pass " : "", "at head dimensions ",
-                call.sizes.head_dim, " and ", call.sizes.head_dim_v, ", this GPU has ",
-                call.device.shared_bytes);
-}
+// FA1's or FA2's kernels, by their tuning tables and launchers.
+template <auto& kForwardTable, auto& kBackwardTable, template <int, int> class Launchers>
+struct MmaKernels {
+    static int forward_shared_bytes(HeadDims dims) {
+        return dispatch_head_dims<kForwardTable>(
+            dims, [](auto d, auto dv) { return Launchers<d, dv>::forward_shared_bytes(); }, 0);
+    }
+    static int backward_shared_bytes(HeadDims dims) {
+        return dispatch_head_dims<kBackwardTable>(
+            dims, [](auto d, auto dv) { return Launchers<d, dv>::backward_shared_bytes(); }, 0);
+    }
 
-// FA1's and FA2's, whose kernels need bytes(constants qk and v) of shared memory.
-template <auto& kTable, class Bytes>
-std::string mma_unsupported_reason(const Call& call, Pass pass, Bytes bytes) {
-    if (call.has_8_bits()) return "has no 8-bit inputs";
-    const std::string reason = table_reason(call, kTable);
-    if (!reason.empty()) return reason;
-    const auto* row = tuning::find_row(kTable, head_dims(call.sizes), call.options());
-    return shared_memory_reason(call, pass, dispatch_head_dims<kTable>(row->head_dims, bytes, 0));
-}
+    static std::string unsupported_reason(const Call& call, Pass pass) {
+        if (has_8_bits(call.params)) return "has no 8-bit inputs";
+        return pass == Pass::kForward
+                   ? reason(call, kForwardTable, forward_shared_bytes, "")
+                   : reason(call, kBackwardTable, backward_shared_bytes, "in the backward pass ");
+    }
+
+    static cudaError_t forward(const ForwardPlan& plan, cudaStream_t stream) {
+        return dispatch_head_dims<kForwardTable>(plan.kernel.head_dims, [&](auto d, auto dv) {
+            return Launchers<d, dv>::forward(plan.params, plan.kernel, stream);
+        });
+    }
+    static cudaError_t backward(const BackwardPlan& plan, cudaStream_t stream) {
+        return dispatch_head_dims<kBackwardTable>(plan.kernel.head_dims, [&](auto d, auto dv) {
+            return Launchers<d, dv>::backward(plan.params, plan.kernel, stream);
+        });
+    }
+
+ private:
+    // Some GPUs (compute capability 8.6, 8.9, 12.x) have less shared memory than the A100.
+    template <class Table>
+    static std::string reason(const Call& call, const Table& table, int (*shared_bytes)(HeadDims),
+                              const char* in_the_pass) {
+        const std::string reason = table_reason(call, table);
+        if (!reason.empty()) return reason;
+        const HeadDims dims = head_dims(call.params);
+        const int needed =
+            shared_bytes(tuning::find_row(table, dims, options_of(call.params))->head_dims);
+        if (needed <= call.gpu.shared_bytes) return "";
+        return text("needs ", needed, " bytes of shared memory per block ", in_the_pass,
+                    "at head dimensions ", dims.qk, " and ", dims.v, ", this GPU has ",
+                    call.gpu.shared_bytes);
+    }
+};
 
 // Packed GQA and splits for a GPU that works on `at_once` Q tiles at a time. `few_keys` as for
 // num_splits(). Returns the number of tiles, without splits.

@@ -9,12 +9,22 @@
 
 #include <cstdint>
 
-#include "plan/head_dims.h"
 #include "problem/option_set.h"
 #include "problem/params.h"
 #include "tile/host_device.h"
 
-namespace flash_ext::tuning {
+namespace flash_ext {
+
+// Head dims of Q and K, and of V and the output.
+struct HeadDims {
+    int qk;
+    int v;
+
+    constexpr bool operator==(const HeadDims&) const = default;
+    constexpr bool holds(HeadDims x) const { return x.qk <= qk && x.v <= v; }
+};
+
+namespace tuning {
 
 // The first row that holds `dims` and has these options, or null.
 template <class Row, int kRows>
@@ -64,18 +74,16 @@ inline constexpr Fa1Forward kFa1Forward[] = {
     {.head_dims = {256, 256}, .block_q = 16, .block_kv = 128, .small_block_kv = 64},
 };
 
-constexpr Fa1Forward fa1_forward(HeadDims dims) { return row_of(kFa1Forward, dims); }
-
 // --- FA2, forward ---
 
 inline constexpr int kForwardBlockQ = 128;  // rows of fa2's Q tiles, and of fa3's smallest
 
 struct Forward {
     int rows_per_warp;
-    int warps;
     int block_kv;
     int q_register_cols = 0;  // columns of Q that stay in registers
     int ctas_per_sm = 1;
+    int warps = kForwardBlockQ / rows_per_warp;
 
     constexpr bool operator==(const Forward&) const = default;
 };
@@ -99,31 +107,31 @@ struct Fa2Forward {
 
 inline constexpr Fa2Forward kFa2Forward[] = {
     {.head_dims = {32, 32},
-     .plain = {.rows_per_warp = 32, .warps = 4, .block_kv = 64, .ctas_per_sm = 3},
-     .general = {.rows_per_warp = 32, .warps = 4, .block_kv = 64, .ctas_per_sm = 2}},
+     .plain = {.rows_per_warp = 32, .block_kv = 64, .ctas_per_sm = 3},
+     .general = {.rows_per_warp = 32, .block_kv = 64, .ctas_per_sm = 2}},
     {.head_dims = {64, 64},
-     .plain = {.rows_per_warp = 32, .warps = 4, .block_kv = 128, .ctas_per_sm = 2},
-     .general = {.rows_per_warp = 32, .warps = 4, .block_kv = 64, .ctas_per_sm = 2}},
+     .plain = {.rows_per_warp = 32, .block_kv = 128, .ctas_per_sm = 2},
+     .general = {.rows_per_warp = 32, .block_kv = 64, .ctas_per_sm = 2}},
     {.head_dims = {96, 96},
      .options = kFa2RareOptions,
-     .plain = {.rows_per_warp = 32, .warps = 4, .block_kv = 64, .ctas_per_sm = 2},
-     .general = {.rows_per_warp = 32, .warps = 4, .block_kv = 32, .ctas_per_sm = 2}},
+     .plain = {.rows_per_warp = 32, .block_kv = 64, .ctas_per_sm = 2},
+     .general = {.rows_per_warp = 32, .block_kv = 32, .ctas_per_sm = 2}},
     {.head_dims = {128, 128},
-     .plain = {.rows_per_warp = 32, .warps = 4, .block_kv = 64, .ctas_per_sm = 2},
-     .general = {.rows_per_warp = 32, .warps = 4, .block_kv = 32, .ctas_per_sm = 2}},
+     .plain = {.rows_per_warp = 32, .block_kv = 64, .ctas_per_sm = 2},
+     .general = {.rows_per_warp = 32, .block_kv = 32, .ctas_per_sm = 2}},
     {.head_dims = {192, 128},
      .options = kFa2RareOptions,
-     .plain = {.rows_per_warp = 32, .warps = 4, .block_kv = 48, .ctas_per_sm = 2},
-     .general = {.rows_per_warp = 16, .warps = 8, .block_kv = 64}},
+     .plain = {.rows_per_warp = 32, .block_kv = 48, .ctas_per_sm = 2},
+     .general = {.rows_per_warp = 16, .block_kv = 64}},
     {.head_dims = {192, 192},
      .options = kFa2RareOptions,
-     .plain = {.rows_per_warp = 16, .warps = 8, .block_kv = 64, .q_register_cols = 192},
-     .general = {.rows_per_warp = 16, .warps = 8, .block_kv = 64}},
+     .plain = {.rows_per_warp = 16, .block_kv = 64, .q_register_cols = 192},
+     .general = {.rows_per_warp = 16, .block_kv = 64}},
     {.head_dims = {256, 256},
-     .plain = {.rows_per_warp = 16, .warps = 8, .block_kv = 64, .q_register_cols = 128},
-     .general = {.rows_per_warp = 16, .warps = 8, .block_kv = 64},
-     .small_plain = {.rows_per_warp = 16, .warps = 8, .block_kv = 32, .q_register_cols = 128},
-     .small_general = {.rows_per_warp = 16, .warps = 8, .block_kv = 32}},
+     .plain = {.rows_per_warp = 16, .block_kv = 64, .q_register_cols = 128},
+     .general = {.rows_per_warp = 16, .block_kv = 64},
+     .small_plain = {.rows_per_warp = 16, .block_kv = 32, .q_register_cols = 128},
+     .small_general = {.rows_per_warp = 16, .block_kv = 32}},
 };
 
 constexpr Forward fa2_forward(HeadDims dims, OptionSet options, bool less_memory = false) {
@@ -141,7 +149,7 @@ struct Fa3Forward {
     int k_stages;
     int v_stages;
     bool ping_pong = false;
-    int partial_cols = 0;           // FP8: columns of O that one P V computes
+    int partial_cols = 0;  // FP8: columns of O that one P V computes, in the registers of S
     int transposer_registers = 56;  // FP8: of a lane that transposes V; consumers get the others
 };
 
@@ -179,35 +187,30 @@ struct Fa3ForwardRow {
 
 inline constexpr Fa3ForwardRow kFa3Forward[] = {
     {.head_dims = {32, 32},
-     .few_queries =
-         {.consumers = 2, .block_kv = 128, .k_stages = 4, .v_stages = 4, .ping_pong = true},
+     .few_queries = {.block_kv = 128, .k_stages = 4, .v_stages = 4, .ping_pong = true},
      .usual = {.consumers = 4, .block_kv = 64, .k_stages = 4, .v_stages = 4},
      .long_keys = {.consumers = 4, .block_kv = 80, .k_stages = 4, .v_stages = 4},
      .few_queries_costs = {.alike = {112}, .differ = {110}},
      .long_keys_costs = {.alike = {98, 72}, .differ = {96, 208}}},
     {.head_dims = {64, 64},
      .options = kFa3ForwardAllOptions,
-     .few_queries =
-         {.consumers = 2, .block_kv = 128, .k_stages = 4, .v_stages = 4, .ping_pong = true},
+     .few_queries = {.block_kv = 128, .k_stages = 4, .v_stages = 4, .ping_pong = true},
      .usual = {.consumers = 4, .block_kv = 64, .k_stages = 3, .v_stages = 3},
      .long_keys = {.consumers = 3, .block_kv = 96, .k_stages = 4, .v_stages = 4},
      .few_queries_costs = {.alike = {112}, .differ = {109, 80}},
      .long_keys_costs = {.alike = {98}, .differ = {99, 155}}},
     {.head_dims = {96, 96},
-     .few_queries = {.consumers = 2, .block_kv = 128, .k_stages = 3, .v_stages = 3},
+     .few_queries = {.block_kv = 128, .k_stages = 3, .v_stages = 3},
      .usual = {.consumers = 3, .block_kv = 64, .k_stages = 5, .v_stages = 5},
      .few_queries_costs = {.alike = {110}, .differ = {105}}},
     {.head_dims = {128, 128},
      .options = kFa3ForwardAllOptions,
-     .few_queries =
-         {.consumers = 2, .block_kv = 128, .k_stages = 3, .v_stages = 2, .ping_pong = true}},
-    {.head_dims = {192, 128},
-     .few_queries = {.consumers = 2, .block_kv = 96, .k_stages = 2, .v_stages = 2}},
-    {.head_dims = {192, 192},
-     .few_queries = {.consumers = 2, .block_kv = 64, .k_stages = 2, .v_stages = 2}},
+     .few_queries = {.block_kv = 128, .k_stages = 3, .v_stages = 2, .ping_pong = true}},
+    {.head_dims = {192, 128}, .few_queries = {.block_kv = 96, .k_stages = 2, .v_stages = 2}},
+    {.head_dims = {192, 192}, .few_queries = {.block_kv = 64, .k_stages = 2, .v_stages = 2}},
     {.head_dims = {256, 256},
      .options = kFa3ForwardAllOptions,
-     .few_queries = {.consumers = 2, .block_kv = 64, .q_stages = 1, .k_stages = 3, .v_stages = 2}},
+     .few_queries = {.block_kv = 64, .q_stages = 1, .k_stages = 3, .v_stages = 2}},
 };
 
 constexpr Fa3Forward fa3_forward(HeadDims dims, OptionSet options, Fa3ForwardTile tile) {
@@ -279,49 +282,37 @@ constexpr double decoding_time_alone(Fa3ForwardTile tile) {
 
 // --- FA3, forward of FP8 ---
 
-// P V of partial_cols columns is in the registers of the scores. Some pairs are padded further than
-// with 16 bits: at 96 the tiles of 128 are faster, though a quarter of them is zeros
-// (docs/notes/016-fp8.md), and models with 32, or 192 in V as well, hardly exist.
+// Some pairs are padded further than with 16 bits: at 96 the tiles of 128 are faster, though a
+// quarter of them is zeros (docs/notes/016-fp8.md), and models with 32, or 192 in V as well, hardly
+// exist.
 struct Fa3ForwardFp8Row {
     HeadDims head_dims;
     OptionSets options{2, {kVarlen, kVarlenSplits}};
+    int partial_cols;   // of all its tiles
     Fa3Forward splits;  // also for packed GQA, and for few queries
     Fa3Forward usual = splits;
 };
 
 inline constexpr Fa3ForwardFp8Row kFa3ForwardFp8[] = {
     {.head_dims = {64, 64},
-     .splits =
-         {.block_kv = 64, .k_stages = 4, .v_stages = 3, .ping_pong = true, .partial_cols = 64},
-     .usual = {.consumers = 3,
-               .block_kv = 128,
-               .k_stages = 4,
-               .v_stages = 3,
-               .ping_pong = true,
-               .partial_cols = 64}},
+     .partial_cols = 64,
+     .splits = {.block_kv = 64, .k_stages = 4, .v_stages = 3},
+     .usual = {.consumers = 3, .block_kv = 128, .k_stages = 4, .v_stages = 3}},
     {.head_dims = {128, 128},
-     .splits =
-         {.block_kv = 128, .k_stages = 3, .v_stages = 2, .ping_pong = true, .partial_cols = 128},
-     .usual =
-         {.block_kv = 192, .k_stages = 2, .v_stages = 2, .ping_pong = true, .partial_cols = 128}},
+     .partial_cols = 128,
+     .splits = {.block_kv = 128, .k_stages = 3, .v_stages = 2},
+     .usual = {.block_kv = 192, .k_stages = 2, .v_stages = 2}},
     {.head_dims = {192, 128},
-     .splits =
-         {.block_kv = 128, .k_stages = 2, .v_stages = 2, .ping_pong = true, .partial_cols = 128},
-     .usual =
-         {.block_kv = 192, .k_stages = 2, .v_stages = 2, .ping_pong = true, .partial_cols = 128}},
+     .partial_cols = 128,
+     .splits = {.block_kv = 128, .k_stages = 2, .v_stages = 2},
+     .usual = {.block_kv = 192, .k_stages = 2, .v_stages = 2}},
     {.head_dims = {256, 256},
-     .splits = {.block_kv = 64,
-                .q_stages = 1,
-                .k_stages = 3,
-                .v_stages = 2,
-                .ping_pong = true,
-                .partial_cols = 64},
+     .partial_cols = 64,
+     .splits = {.block_kv = 64, .q_stages = 1, .k_stages = 3, .v_stages = 2},
      .usual = {.block_kv = 128,
                .q_stages = 1,
                .k_stages = 2,
                .v_stages = 2,
-               .ping_pong = true,
-               .partial_cols = 64,
                .transposer_registers = 40}},
 };
 
@@ -329,7 +320,11 @@ constexpr Fa3Forward fa3_forward_fp8(HeadDims dims, OptionSet options, Fa3Forwar
     const Fa3ForwardFp8Row row = row_of(kFa3ForwardFp8, dims);
     const bool few_queries =
         tile == Fa3ForwardTile::kFewQueries && row.splits.consumers < row.usual.consumers;
-    return contains(options, OptionSet::kSplits) || few_queries ? row.splits : row.usual;
+    Fa3Forward found =
+        contains(options, OptionSet::kSplits) || few_queries ? row.splits : row.usual;
+    found.ping_pong = true;
+    found.partial_cols = row.partial_cols;
+    return found;
 }
 
 // --- FA1 and FA2, backward ---
@@ -360,8 +355,6 @@ inline constexpr Fa1Backward kFa1Backward[] = {
     {.head_dims = {256, 256},
      .plain = {.block_q = 32, .keys_per_warp = 16, .warps_kv = 4, .warps_d = 2, .dq_slices = 4}},
 };
-
-constexpr Backward fa1_backward(HeadDims dims) { return row_of(kFa1Backward, dims).plain; }
 
 // A warp has as many keys as registers allow beside dK and dV, since each fragment of Q and dO is
 // used for all of them.
@@ -413,19 +406,14 @@ constexpr Backward fa2_backward(HeadDims dims, OptionSet options, bool less_memo
 
 // --- The gradient of the bias, of every variant ---
 
-// A call with a bias gradient is rare: powers of two suffice, and compile faster.
+// With fa2's tiles. A call with a bias gradient is rare: powers of two suffice, and compile faster.
 struct BiasGradient {
     HeadDims head_dims;
     OptionSets options{1, {kAllOptions}};
-    Backward all;
 };
 
 inline constexpr BiasGradient kBiasGradient[] = {
-    {.head_dims = {32, 32}, .all = fa2_backward({32, 32}, kAllOptions)},
-    {.head_dims = {64, 64}, .all = fa2_backward({64, 64}, kAllOptions)},
-    {.head_dims = {128, 128}, .all = fa2_backward({128, 128}, kAllOptions)},
-    {.head_dims = {256, 256}, .all = fa2_backward({256, 256}, kAllOptions)},
-};
+    {{32, 32}}, {{64, 64}}, {{128, 128}}, {{256, 256}}};
 
 // --- FA3, backward ---
 
@@ -434,19 +422,14 @@ inline constexpr BiasGradient kBiasGradient[] = {
 enum class Fa3BackwardSchedule { kPingPong, kByMatmul, kByMatmulEarly, kEarly, kLateFences };
 using enum Fa3BackwardSchedule;
 
-// Where dQ is. In the registers of S it must be stored before the next S begins. Otherwise it is
-// stored while the next matmuls run; d 128 lacks the registers for it.
-enum class DQRegisters { kOfS, kOfDP, kOwn };
-using enum DQRegisters;
-
 struct Fa3Backward {
     int block_q;
     int q_stages;   // of Q tiles with their lse
     int do_stages;  // of dO tiles with their delta
     Fa3BackwardSchedule schedule;
-    bool transpose_dq = true;  // a consumer's half of dQ: 64 columns, or 64 rows
-    bool hold_ds = true;       // dK takes dS from registers, or from shared memory
-    DQRegisters dq_registers = kOfS;
+    bool transpose_dq = true;     // a consumer's half of dQ: 64 columns, or 64 rows
+    bool hold_ds = true;          // dK takes dS from registers, or from shared memory
+    bool dq_takes_scores = true;  // is dQ in the registers of S, or in its own?
 
     // Ping-pong gains 2 to 9 % if exponentials take as long as matmuls, and 1 % at d 128. In the
     // kernel for softcap and ALiBi at d 128 it costs 1 to 4 % (with softcap).
@@ -459,9 +442,8 @@ struct Fa3Backward {
         return schedule == kByMatmulEarly || schedule == kEarly;
     }
     // A fence waits until the stores before it are done. Late fences, of dS and dQ, come when the
-    // next matmuls have been started; so do late stores of dQ.
+    // next matmuls have been started.
     constexpr bool late_fences() const { return schedule != kPingPong; }
-    constexpr bool late_dq() const { return late_fences() && dq_registers != kOfS; }
 };
 
 inline constexpr OptionSets kFa3BackwardOptions{1, {kVarlen}};
@@ -484,7 +466,7 @@ inline constexpr Fa3BackwardRow kFa3Backward[] = {
                .do_stages = 3,
                .schedule = kByMatmul,
                .transpose_dq = false,
-               .dq_registers = kOwn}},
+               .dq_takes_scores = false}},
     {.head_dims = {64, 64},
      .options = kFa3BackwardAllOptions,
      .usual = {.block_q = 128,
@@ -492,8 +474,7 @@ inline constexpr Fa3BackwardRow kFa3Backward[] = {
                .do_stages = 2,
                .schedule = kByMatmul,
                .transpose_dq = false,
-               .hold_ds = false,
-               .dq_registers = kOfDP},
+               .hold_ds = false},
      .with_options = kPingPong},
     {.head_dims = {96, 96},
      .usual = {.block_q = 96, .q_stages = 2, .do_stages = 2, .schedule = kPingPong}},
@@ -534,16 +515,9 @@ inline constexpr Fa3BackwardWide kFa3BackwardWide[] = {
      .dq_gemm_stages = 4},
 };
 
-constexpr Fa3BackwardWide fa3_backward_wide(HeadDims dims) {
-    return row_of(kFa3BackwardWide, dims);
-}
-
 inline constexpr int kFa3BackwardBlockKV = 128;   // of the KV tiles of other heads
-inline constexpr int kFa3BackwardWideBlock = 64;  // of a dKdV kernel's Q and KV tiles
+inline constexpr int kFa3BackwardWideBlock = 64;  // of a dKdV kernel's Q and KV tiles: the least
 inline constexpr int kFa3DQBlockQ = 128;          // of a dQ kernel's Q tiles, in two halves
-
-// The fewest rows of a tile of queries or keys in fa3's backward.
-inline constexpr int kMinFa3BackwardBlock = 64;
 
 // --- All variants ---
 
@@ -561,4 +535,5 @@ constexpr int widest_of(const Row (&table)[kRows]) {
 inline constexpr int kMaxHeadDim =
     max_of(widest_of(kFa1Forward), max_of(widest_of(kFa2Forward), widest_of(kFa3Forward)));
 
-}  // namespace flash_ext::tuning
+}  // namespace tuning
+}  // namespace flash_ext

@@ -94,11 +94,20 @@ struct AttentionParams {
     // Does the kernel that the plan has chosen scale scores before it masks them? See OptionSet.
     bool changes_scores = false;
     Schedule schedule;
+
+    TensorView q;    // (B, Sq, Hq, D)
+    TensorView k;    // (B, Sk, Hk, D)
+    TensorView v;    // (B, Sk, Hk, Dv)
+    TensorView out;  // (B, Sq, Hq, Dv)
 };
 
 // May the lengths of sequences differ?
 FLASH_HOST_DEVICE bool is_varlen(const AttentionParams& params) {
     return params.cu_seqlens_q != nullptr || params.seqused_k != nullptr;
+}
+
+FLASH_HOST_DEVICE bool has_8_bits(const AttentionParams& params) {
+    return element_bytes(params.element_type) == 1;
 }
 
 // The least scale of kernels that multiply scores by it after masking, or divide lse by it.
@@ -107,9 +116,8 @@ inline constexpr float kLeastScale = 1e-30f;
 // The options that the call asks for. 8-bit kernels take any scale.
 inline OptionSet options_of(const AttentionParams& params) {
     using enum OptionSet;
-    const bool has_8_bits = element_bytes(params.element_type) == 1;
     return only_if(is_varlen(params), kVarlen) |
-           only_if(params.scale < kLeastScale && !has_8_bits, kSmallScale) |
+           only_if(params.scale < kLeastScale && !has_8_bits(params), kSmallScale) |
            only_if(params.softcap != 0.f, kSoftcap) |
            only_if(params.alibi_slopes != nullptr, kAlibi) |
            only_if(params.bias.data != nullptr, kBias) |
@@ -140,11 +148,7 @@ struct alignas(8) PartialStatistics {
 };
 
 struct ForwardParams : AttentionParams {
-    TensorView q;    // (B, Sq, Hq, D)
-    TensorView k;    // (B, Sk, Hk, D)
-    TensorView v;    // (B, Sk, Hk, Dv)
-    TensorView out;  // (B, Sq, Hq, Dv)
-    float* lse;      // (B, Hq, Sq), natural logarithm; with varlen (Hq, Sq), as all statistics
+    float* lse;  // (B, Hq, Sq), natural logarithm; with varlen (Hq, Sq), as all statistics
 
     // FA3 only.
     unsigned long long* counters = nullptr;  // (1), of the dynamic scheduler; or in decode.cuh
@@ -181,10 +185,6 @@ struct alignas(16) StatisticsRow {
 };
 
 struct BackwardParams : AttentionParams {
-    TensorView q;       // (B, Sq, Hq, D)
-    TensorView k;       // (B, Sk, Hk, D)
-    TensorView v;       // (B, Sk, Hk, Dv)
-    TensorView out;     // (B, Sq, Hq, Dv)
     TensorView dout;    // (B, Sq, Hq, Dv)
     const float* lse;   // (B, Hq, Sq)
     const float* dlse;  // (B, Hq, Sq) or null

@@ -10,7 +10,6 @@
 #include "problem/params.h"
 #include "problem/sequences.cuh"
 #include "ptx/memory.cuh"
-#include "tile/any_half.cuh"
 #include "tile/fragment.cuh"
 
 namespace flash_ext {
@@ -126,9 +125,7 @@ struct ScoreFunction {
             const BiasTile tile = bias_tile(first_row, first_col);
             switch (params.bias.type) {
                 case BiasType::kElement:
-                    with_element<Element>(params.element_type, [&](auto element) {
-                        add_bias<decltype(element)>(s, tile, sign * kLog2e);
-                    });
+                    add_bias<Element>(s, tile, sign * kLog2e);
                     break;
                 case BiasType::kFloat32:
                     add_bias<float>(s, tile, sign * kLog2e);

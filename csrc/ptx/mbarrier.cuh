@@ -57,24 +57,20 @@ __device__ __forceinline__ bool mbarrier_test(uint32_t barrier, uint32_t parity)
 // Waits for the end of the phase of this parity. Parities alternate, 0 first. On a fresh barrier
 // the phase of parity 1 counts as ended.
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
+#if __CUDA_ARCH__ >= 900
     uint32_t ended;
     do {
-#if __CUDA_ARCH__ >= 900
         asm volatile(
             "{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, "
             "p; }"
             : "=r"(ended)
             : "r"(barrier), "r"(parity)
             : "memory");
-#else
-        asm volatile(
-            "{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, "
-            "p; }"
-            : "=r"(ended)
-            : "r"(barrier), "r"(parity)
-            : "memory");
-#endif
     } while (ended == 0);
+#else
+    while (!mbarrier_test(barrier, parity)) {
+    }
+#endif
 }
 
 }  // namespace flash_ext::ptx

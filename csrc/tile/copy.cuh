@@ -5,7 +5,6 @@
 #include <cstdint>
 
 #include "ptx/cp_async.cuh"
-#include "ptx/not_hoisted.cuh"
 #include "ptx/shared.cuh"
 #include "tile/fragment.cuh"
 #include "tile/tensor_view.h"

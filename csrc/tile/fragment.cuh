@@ -7,7 +7,6 @@
 
 #include "ptx/ldmatrix.cuh"
 #include "ptx/not_hoisted.cuh"
-#include "ptx/shared.cuh"
 #include "tile/register_tile.cuh"
 #include "tile/swizzle.cuh"
 
@@ -16,9 +15,10 @@ namespace flash_ext {
 // How the four 8x8 matrices of an ldmatrix.x4 tile a 16x16 block: by rows first or columns first.
 enum class Order { kRowsFirst, kColumnsFirst };
 
-// 16x16 blocks of a SharedTile as ldmatrix fragments. One address per lane; a block is reached by
-// an XOR within the atom (the swizzle never carries) and an immediate offset. Columns advance by
-// kColStep blocks, so that several warps can share the columns, every kColStep-th block each.
+// 16x16 blocks of a SharedTile as ldmatrix fragments, of A or B of a matmul. kTranspose: the tile
+// is stored [k][m] or [k][n]. One address per lane; a block is reached by an XOR within the atom
+// (the swizzle never carries) and an immediate offset. Columns advance by kColStep blocks, so that
+// several warps can share the columns, every kColStep-th block each.
 template <class Tile, Order kOrder, bool kTranspose, int kColStep = 1>
 struct SharedBlocks {
     uint32_t lane_address;
@@ -44,40 +44,23 @@ struct SharedBlocks {
                                                    atom * Tile::kAtomBytes +
                                                    row_block * 16 * Tile::kPitch);
     }
+    __device__ __forceinline__ void load_a(uint32_t (&a)[4], int m, int k) const {
+        kTranspose ? load(a, k, m) : load(a, m, k);
+    }
+    __device__ __forceinline__ void load_b(uint32_t (&b)[4], int n, int k) const {
+        load_a(b, n, k);
+    }
 };
 
 // The operands of C(m x n) += A(m x k) B(k x n), named after how the tile is stored.
 template <class Tile>  // A stored [m][k]
-struct AFromRows : SharedBlocks<Tile, Order::kRowsFirst, false> {
-    using SharedBlocks<Tile, Order::kRowsFirst, false>::SharedBlocks;
-    __device__ __forceinline__ void load_a(uint32_t (&a)[4], int m, int k) const {
-        this->load(a, m, k);
-    }
-};
-
+using AFromRows = SharedBlocks<Tile, Order::kRowsFirst, false>;
 template <class Tile, int kColStep = 1>  // A stored [k][m]
-struct AFromColumns : SharedBlocks<Tile, Order::kColumnsFirst, true, kColStep> {
-    using SharedBlocks<Tile, Order::kColumnsFirst, true, kColStep>::SharedBlocks;
-    __device__ __forceinline__ void load_a(uint32_t (&a)[4], int m, int k) const {
-        this->load(a, k, m);
-    }
-};
-
+using AFromColumns = SharedBlocks<Tile, Order::kColumnsFirst, true, kColStep>;
 template <class Tile>  // B stored [n][k], as K in Q K^T
-struct BFromRows : SharedBlocks<Tile, Order::kColumnsFirst, false> {
-    using SharedBlocks<Tile, Order::kColumnsFirst, false>::SharedBlocks;
-    __device__ __forceinline__ void load_b(uint32_t (&b)[4], int n, int k) const {
-        this->load(b, n, k);
-    }
-};
-
+using BFromRows = SharedBlocks<Tile, Order::kColumnsFirst, false>;
 template <class Tile, int kColStep = 1>  // B stored [k][n], as V in P V
-struct BFromColumns : SharedBlocks<Tile, Order::kRowsFirst, true, kColStep> {
-    using SharedBlocks<Tile, Order::kRowsFirst, true, kColStep>::SharedBlocks;
-    __device__ __forceinline__ void load_b(uint32_t (&b)[4], int n, int k) const {
-        this->load(b, k, n);
-    }
-};
+using BFromColumns = SharedBlocks<Tile, Order::kRowsFirst, true, kColStep>;
 
 // Another B without its first kSkipped 16-column blocks.
 template <class B, int kSkipped>

@@ -55,15 +55,6 @@ struct RegisterTile {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) v[m][n][i] = f(v[m][n][i], others.v[m][n][i]...);
     }
-    // The same for the elements of one column.
-    template <class Function, class... Others>
-    __device__ __forceinline__ void map_column(int n, int e, Function f, const Others&... others) {
-#pragma unroll
-        for (int m = 0; m < kM; ++m)
-#pragma unroll
-            for (int i = 0; i < 2; ++i)
-                v[m][n][2 * i + e] = f(v[m][n][2 * i + e], others.v[m][n][2 * i + e]...);
-    }
 
     // visit(x, row, col) for all elements, where row and col count from lane_row() and lane_col().
     template <class Visit>
@@ -114,16 +105,16 @@ struct RegisterTile {
         return ptx::pack<Element>(v[m][n][2 * i], v[m][n][2 * i + 1]);
     }
 
-    // The kPart columns from `first` on, of a tile of 16 rows.
-    template <int kPart>
-    __device__ __forceinline__ RegisterTile<16, kPart, Number>& columns(int first) {
+    // The kPiece columns from `first` on, of a tile of 16 rows.
+    template <int kPiece>
+    __device__ __forceinline__ RegisterTile<16, kPiece, Number>& columns(int first) {
         static_assert(kM == 1);
-        return reinterpret_cast<RegisterTile<16, kPart, Number>&>(v[0][first / 8]);
+        return reinterpret_cast<RegisterTile<16, kPiece, Number>&>(v[0][first / 8]);
     }
-    template <int kPart>
-    __device__ __forceinline__ const RegisterTile<16, kPart, Number>& columns(int first) const {
+    template <int kPiece>
+    __device__ __forceinline__ const RegisterTile<16, kPiece, Number>& columns(int first) const {
         static_assert(kM == 1);
-        return reinterpret_cast<const RegisterTile<16, kPart, Number>&>(v[0][first / 8]);
+        return reinterpret_cast<const RegisterTile<16, kPiece, Number>&>(v[0][first / 8]);
     }
 };
 

@@ -15,11 +15,9 @@
 // So the same map serves dense batches and varlen, with any strides that are multiples of 16 bytes.
 #pragma once
 
-#include <cuda.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime_api.h>
 
-#include <cstdint>
 #include <type_traits>
 
 #include "ptx/tma.cuh"

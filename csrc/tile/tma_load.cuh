@@ -34,12 +34,8 @@ struct RowStatisticsLoad {
                 ptx::bulk_load(ptx::shared_address(target) + first * int{sizeof(Number)}, from,
                                rows * int{sizeof(Number)}, full);
         };
-        if (stored == kRows) [[likely]] {  // matmuls wait for it: one copy, of a constant size
-            copy(0, source, kRows);
-        } else {
-            copy(0, source, stored);
-            copy(stored, padding, kRows - stored);
-        }
+        copy(0, source, stored);
+        copy(stored, padding, kRows - stored);
     }
 };
 

@@ -11,8 +11,6 @@
 // or the other way round: the swizzle would put the even ones alone into the same four banks.
 #pragma once
 
-#include "ptx/ldmatrix.cuh"
-#include "ptx/math.cuh"
 #include "ptx/stmatrix.cuh"
 #include "tile/fragment.cuh"
 

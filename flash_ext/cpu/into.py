@@ -1,6 +1,6 @@
 """The CPU kernels of `fwd_into` and `bwd_into`: compute, and copy.
 
-csrc/api/into.cpp has the same checks.
+csrc/api/bindings.cpp has the same checks.
 """
 
 from __future__ import annotations

@@ -193,12 +193,12 @@ cudaError_t backward(const Call& call) {
     return keep<Kernel>([&] {
         auto params = backward_params(call, kHeadDim, changes_scores(kOptions));
         params.schedule = schedule_of(params, params.seqlen_k, Kernel::kBlockKV, params.heads_k);
-        return launch_fa3_backward<Kernel>(params, {.sms = kSms}, nullptr);
+        return launch_fa3_backward<Kernel>(params, {.gpu = {.sms = kSms}}, nullptr);
     });
 }
 
 template <int kHeadDim>
-constexpr tuning::Fa3BackwardWide kWide = tuning::fa3_backward_wide({kHeadDim, kHeadDim});
+constexpr tuning::Fa3BackwardWide kWide = row_of(tuning::kFa3BackwardWide, {kHeadDim, kHeadDim});
 
 DSWorkspace ds_workspace(const BackwardParams& params) {
     return {global, 0, params.heads_k * params.batch, DSWorkspaceTiles(params, summary_of(params))};

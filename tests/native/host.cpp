@@ -7,7 +7,6 @@
 
 #include "api/attention.h"
 #include "api/boxing.h"
-#include "api/out_of_memory.h"
 
 namespace flash_ext {
 namespace {

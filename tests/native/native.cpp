@@ -333,12 +333,12 @@ PYBIND11_MODULE(flash_ext_native, m) {
         const HeadDims dims{head_dim, head_dim};
         const Forward fa2 = fa2_forward(dims, kDense);
         const HeadDims fa1 = find_row(kFa1Forward, dims)->head_dims;
-        const Backward fa1_back = fa1_backward(fa1);
+        const Backward fa1_back = row_of(kFa1Backward, fa1).plain;
         const Backward fa2_back = fa2_backward(dims, kDense);
         const Fa3Forward fa3 = fa3_forward(dims, kFa3Scores, Fa3ForwardTile::kUsual);
         return std::map<std::pair<std::string, std::string>, int>{
-            {{"fa1", "forward"}, fa1_forward(fa1).block_kv},
-            {{"fa1", "forward, less memory"}, fa1_forward(fa1).small_block_kv},
+            {{"fa1", "forward"}, row_of(kFa1Forward, fa1).block_kv},
+            {{"fa1", "forward, less memory"}, row_of(kFa1Forward, fa1).small_block_kv},
             {{"fa2", "forward"}, fa2.rows_per_warp * fa2.warps},
             {{"fa3", "forward with options"}, 64 * fa3.consumers},
             {{"fa1", "backward"}, fa1_back.keys_per_warp * fa1_back.warps_kv},

@@ -5,6 +5,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <map>
@@ -43,11 +44,6 @@ cudaError_t cudaGetDeviceCount(int* count) {
     return cudaSuccess;
 }
 
-cudaError_t cudaGetDevice(int* device) {
-    *device = 0;
-    return cudaSuccess;
-}
-
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
     ++attributes_asked;
     *value = kGpus[device][attribute];
@@ -59,12 +55,42 @@ cudaError_t cudaGetLastError() { return cudaSuccess; }
 namespace flash_ext {
 
 template <int kHeadDim, int kHeadDimV>
-cudaError_t fa1_forward(const ForwardParams&, const ForwardKernel&, cudaStream_t) {
+cudaError_t Fa1<kHeadDim, kHeadDimV>::forward(const ForwardParams&, const ForwardKernel&,
+                                              cudaStream_t) {
     return note("fa1_forward", kHeadDim, kHeadDimV);
 }
 template <int kHeadDim, int kHeadDimV>
-cudaError_t fa2_forward(const ForwardParams&, const ForwardKernel&, cudaStream_t) {
+cudaError_t Fa1<kHeadDim, kHeadDimV>::backward(const BackwardParams&, const BackwardKernel&,
+                                               cudaStream_t) {
+    return note("fa1_backward", kHeadDim, kHeadDimV);
+}
+// About what the kernels take.
+template <int kHeadDim, int kHeadDimV>
+int Fa1<kHeadDim, kHeadDimV>::forward_shared_bytes() {
+    return 100'000;
+}
+template <int kHeadDim, int kHeadDimV>
+int Fa1<kHeadDim, kHeadDimV>::backward_shared_bytes() {
+    return 110'000;
+}
+template <int kHeadDim, int kHeadDimV>
+cudaError_t Fa2<kHeadDim, kHeadDimV>::forward(const ForwardParams&, const ForwardKernel&,
+                                              cudaStream_t) {
     return note("fa2_forward", kHeadDim, kHeadDimV);
+}
+template <int kHeadDim, int kHeadDimV>
+cudaError_t Fa2<kHeadDim, kHeadDimV>::backward(const BackwardParams&, const BackwardKernel&,
+                                               cudaStream_t) {
+    return note("fa2_backward", kHeadDim, kHeadDimV);
+}
+// About what the kernels take.
+template <int kHeadDim, int kHeadDimV>
+int Fa2<kHeadDim, kHeadDimV>::forward_shared_bytes() {
+    return 512 * kHeadDim;
+}
+template <int kHeadDim, int kHeadDimV>
+int Fa2<kHeadDim, kHeadDimV>::backward_shared_bytes() {
+    return 110'000;
 }
 template <int kHeadDim, int kHeadDimV>
 cudaError_t fa3_forward(const ForwardParams&, const ForwardKernel&, cudaStream_t) {
@@ -74,18 +100,10 @@ template <int kHeadDim, int kHeadDimV>
 cudaError_t fa3_decode(const ForwardParams&, const ForwardKernel&, cudaStream_t) {
     return note("fa3_decode", kHeadDim, kHeadDimV);
 }
-template <ElementType kQKType, int kHeadDim, int kHeadDimV>
-cudaError_t fa3_forward_fp8(const ForwardParams&, const ForwardKernel&, cudaStream_t) {
-    constexpr bool kInt8 = kQKType == ElementType::kInt8;
-    return note(kInt8 ? "fa3_forward_int8" : "fa3_forward_fp8", kHeadDim, kHeadDimV);
-}
 template <int kHeadDim, int kHeadDimV>
-cudaError_t fa1_backward(const BackwardParams&, const BackwardKernel&, cudaStream_t) {
-    return note("fa1_backward", kHeadDim, kHeadDimV);
-}
-template <int kHeadDim, int kHeadDimV>
-cudaError_t fa2_backward(const BackwardParams&, const BackwardKernel&, cudaStream_t) {
-    return note("fa2_backward", kHeadDim, kHeadDimV);
+cudaError_t fa3_forward_fp8(const ForwardParams& params, const ForwardKernel&, cudaStream_t) {
+    return note(params.element_type == ElementType::kInt8 ? "fa3_forward_int8" : "fa3_forward_fp8",
+                kHeadDim, kHeadDimV);
 }
 template <int kHeadDim, int kHeadDimV>
 cudaError_t fa3_backward(const BackwardParams&, const BackwardKernel&, cudaStream_t) {
@@ -107,24 +125,6 @@ cudaError_t sanitize_cu_seqlens(BackwardParams, const int*, const int*, cudaStre
     return note("sanitize_cu_seqlens");
 }
 
-// About what the kernels take.
-template <int kHeadDim, int kHeadDimV>
-int fa1_forward_shared_bytes() {
-    return 100'000;
-}
-template <int kHeadDim, int kHeadDimV>
-int fa2_forward_shared_bytes() {
-    return 512 * kHeadDim;
-}
-template <int kHeadDim, int kHeadDimV>
-int fa1_backward_shared_bytes() {
-    return 110'000;
-}
-template <int kHeadDim, int kHeadDimV>
-int fa2_backward_shared_bytes() {
-    return 110'000;
-}
-
 // function(constants qk and v) for each row of a tuning table.
 template <auto& kTable, class Function>
 void for_each_row(Function function) {
@@ -141,19 +141,16 @@ std::vector<const void*> instantiated_for_all_head_dims() {
         (all.push_back(reinterpret_cast<const void*>(functions)), ...);
     };
     for_each_row<tuning::kFa1Forward>(
-        [&](auto d, auto dv) { keep(&fa1_forward<d, dv>, &fa1_forward_shared_bytes<d, dv>); });
+        [&](auto d, auto dv) { keep(&Fa1<d, dv>::forward, &Fa1<d, dv>::forward_shared_bytes); });
     for_each_row<tuning::kFa1Backward>(
-        [&](auto d, auto dv) { keep(&fa1_backward<d, dv>, &fa1_backward_shared_bytes<d, dv>); });
+        [&](auto d, auto dv) { keep(&Fa1<d, dv>::backward, &Fa1<d, dv>::backward_shared_bytes); });
     for_each_row<tuning::kFa2Forward>(
-        [&](auto d, auto dv) { keep(&fa2_forward<d, dv>, &fa2_forward_shared_bytes<d, dv>); });
+        [&](auto d, auto dv) { keep(&Fa2<d, dv>::forward, &Fa2<d, dv>::forward_shared_bytes); });
     for_each_row<tuning::kFa2Backward>(
-        [&](auto d, auto dv) { keep(&fa2_backward<d, dv>, &fa2_backward_shared_bytes<d, dv>); });
+        [&](auto d, auto dv) { keep(&Fa2<d, dv>::backward, &Fa2<d, dv>::backward_shared_bytes); });
     for_each_row<tuning::kFa3Forward>([&](auto d, auto dv) { keep(&fa3_forward<d, dv>); });
     for_each_row<tuning::kFa3Decode>([&](auto d, auto dv) { keep(&fa3_decode<d, dv>); });
-    for_each_row<tuning::kFa3ForwardFp8>([&](auto d, auto dv) {
-        keep(&fa3_forward_fp8<ElementType::kFloat8, d, dv>,
-             &fa3_forward_fp8<ElementType::kInt8, d, dv>);
-    });
+    for_each_row<tuning::kFa3ForwardFp8>([&](auto d, auto dv) { keep(&fa3_forward_fp8<d, dv>); });
     for_each_row<tuning::kFa3Backward>([&](auto d, auto dv) { keep(&fa3_backward<d, dv>); });
     for_each_row<tuning::kFa3BackwardWide>(
         [&](auto d, auto dv) { keep(&fa3_backward_wide<d, dv>); });
@@ -173,6 +170,9 @@ struct Planned {
     std::vector<std::string> launches;
     int num_splits = 1;
     int pack_gqa_log2 = 0;
+    int tile = 0;  // tuning::Fa3ForwardTile
+    int l2_group_heads = 0;
+    int tiles_at_once = 0;
 };
 
 // A problem, with contiguous tensors.
@@ -186,10 +186,6 @@ struct Problem {
     bool fp8 = false, int8 = false, alibi = false;
     double softcap = 0;
     int launched_head_dim = 0;  // of the launch alone, if not 0
-
-    Sizes sizes() const {
-        return {varlen, batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim, head_dim_v};
-    }
 
     Operand operand(const char* name, int64_t rows, int64_t heads, int64_t dim) const {
         Operand x{name, kMemory, {varlen ? 1 : batch, rows, heads, dim}, {}, 2};
@@ -215,9 +211,12 @@ struct Problem {
     std::pair<std::optional<std::string>, std::string> choose(int operands_there,
                                                               Choose choose) const {
         const std::vector<Operand> all = operands();
-        const Choice choice =
-            choose({*find_device(gpu), sizes(), std::span(all).first(operands_there), softcap, bias,
-                    dropout, alibi});
+        const auto there = std::span(all).first(operands_there);
+        AttentionParams params{};
+        fill(params);
+        if (dropout) params.keep_threshold = 1;
+        params.aligned = std::ranges::all_of(there, &Operand::is_aligned);
+        const Choice choice = choose({*find_device(gpu), params, there});
         if (!choice.variant) return {std::nullopt, choice.why};
         return {name_of(*choice.variant), choice.why};
     }
@@ -252,7 +251,7 @@ struct Problem {
 
     // The regions by name, once they have memory.
     template <class Plan>
-    Planned planned(Pass pass, Plan& plan, const std::map<std::string, void*>& names) const {
+    Planned planned(Plan& plan, const std::map<std::string, void*>& names) const {
         Planned found{{}, plan.workspace.bytes(), {}};
         plan.workspace.assign(kMemory);
         for (const Workspace::Region& region : plan.workspace.regions())
@@ -266,8 +265,7 @@ struct Problem {
         launched.clear();
         if (launched_head_dim > 0)
             plan.params.head_dim = plan.kernel.head_dims.qk = launched_head_dim;
-        if (launch(plan, nullptr) != cudaSuccess)
-            throw std::runtime_error("no kernel for " + text_of(pass, plan.variant, plan.params));
+        if (launch(plan, nullptr) != cudaSuccess) throw std::runtime_error("no kernel");
         found.launches = launched;
         return found;
     }
@@ -279,14 +277,16 @@ struct Problem {
         params.q = operands()[0].view();
         params.out = operands()[3].view();
         make_plan(plan, *find_device(gpu));
-        Planned found = planned(Pass::kForward, plan,
-                                {{"out_accum", &params.out_accum},
-                                 {"row_statistics", &params.row_statistics},
-                                 {"o_partial", &params.o_partial},
-                                 {"statistics_partial", &params.statistics_partial},
-                                 {"counters", &params.counters}});
+        Planned found = planned(plan, {{"out_accum", &params.out_accum},
+                                       {"row_statistics", &params.row_statistics},
+                                       {"o_partial", &params.o_partial},
+                                       {"statistics_partial", &params.statistics_partial},
+                                       {"counters", &params.counters}});
         found.num_splits = params.num_splits;
         found.pack_gqa_log2 = params.pack_gqa_log2;
+        found.tile = static_cast<int>(plan.kernel.tile);
+        found.l2_group_heads = params.schedule.l2_group_heads;
+        found.tiles_at_once = params.schedule.tiles_at_once;
         return found;
     }
 
@@ -298,22 +298,21 @@ struct Problem {
         if (bias) params.dbias = kMemory;
         if (sink) params.dsink = reinterpret_cast<float*>(kMemory);
         make_plan(plan, *find_device(gpu));
-        return planned(Pass::kBackward, plan,
-                       {{"offsets_q", &params.cu_seqlens_q},
-                        {"offsets_k", &params.cu_seqlens_k},
-                        {"lse_log2", &params.lse_log2},
-                        {"minus_delta", &params.minus_delta},
-                        {"large_lse", &params.large_lse.word},
-                        {"lse_rows", &params.lse_rows},
-                        {"delta_rows", &params.delta_rows},
-                        {"reference", &params.reference},
-                        {"dq_accum", &params.dq_accum},
-                        {"dq_semaphore", &params.dq_semaphore},
-                        {"tile_count_semaphore", &params.tile_count_semaphore},
-                        {"ds", &plan.kernel.ds},
-                        {"dk_parts", &params.dk.data},
-                        {"dv_parts", &params.dv.data},
-                        {"dsink_partial", &params.dsink_partial}});
+        return planned(plan, {{"offsets_q", &params.cu_seqlens_q},
+                              {"offsets_k", &params.cu_seqlens_k},
+                              {"lse_log2", &params.lse_log2},
+                              {"minus_delta", &params.minus_delta},
+                              {"large_lse", &params.large_lse.word},
+                              {"lse_rows", &params.lse_rows},
+                              {"delta_rows", &params.delta_rows},
+                              {"reference", &params.reference},
+                              {"dq_accum", &params.dq_accum},
+                              {"dq_semaphore", &params.dq_semaphore},
+                              {"tile_count_semaphore", &params.tile_count_semaphore},
+                              {"ds", &plan.kernel.ds},
+                              {"dk_parts", &params.dk.data},
+                              {"dv_parts", &params.dv.data},
+                              {"dsink_partial", &params.dsink_partial}});
     }
 };
 
@@ -328,7 +327,10 @@ PYBIND11_MODULE(MODULE, m) {
         .def_readonly("bytes", &Planned::bytes)
         .def_readonly("launches", &Planned::launches)
         .def_readonly("num_splits", &Planned::num_splits)
-        .def_readonly("pack_gqa_log2", &Planned::pack_gqa_log2);
+        .def_readonly("pack_gqa_log2", &Planned::pack_gqa_log2)
+        .def_readonly("tile", &Planned::tile)
+        .def_readonly("l2_group_heads", &Planned::l2_group_heads)
+        .def_readonly("tiles_at_once", &Planned::tiles_at_once);
     py::class_<Problem>(m, "Problem", py::module_local())
         .def(py::init<>())
         .def_readwrite("gpu", &Problem::gpu)

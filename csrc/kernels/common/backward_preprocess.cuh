@@ -12,7 +12,6 @@
 #include "plan/workspace_rows.cuh"
 #include "problem/sequences.cuh"
 #include "ptx/grid_dependency.cuh"
-#include "tile/any_half.cuh"
 #include "tile/copy.cuh"
 
 namespace flash_ext {
@@ -27,14 +26,12 @@ __device__ __forceinline__ uint4 load_chunk(const GlobalTile<const Element>& til
 
 // The sum of the products of eight elements.
 template <class Element>
-__device__ __forceinline__ float dot(const uint4& a, const uint4& b, ElementType type) {
+__device__ __forceinline__ float dot(const uint4& a, const uint4& b) {
+    const auto* x = reinterpret_cast<const Element*>(&a);
+    const auto* y = reinterpret_cast<const Element*>(&b);
     float sum = 0.f;
-    with_element<Element>(type, [&](auto element) {
-        const auto* x = reinterpret_cast<const decltype(element)*>(&a);
-        const auto* y = reinterpret_cast<const decltype(element)*>(&b);
 #pragma unroll
-        for (int j = 0; j < 8; ++j) sum += ptx::to_float(x[j]) * ptx::to_float(y[j]);
-    });
+    for (int j = 0; j < 8; ++j) sum += ptx::to_float(x[j]) * ptx::to_float(y[j]);
     return sum;
 }
 
@@ -157,7 +154,7 @@ __global__ void __launch_bounds__(kPreprocessThreads, kGeneral ? 2 : 4)
         }
 #pragma unroll
         for (int i = 0; i < kPasses; ++i) {
-            float sum = dot<Element>(o[i], d_o[i], params.element_type);
+            float sum = dot<Element>(o[i], d_o[i]);
 #pragma unroll
             for (int offset = kLanes / 2; offset > 0; offset /= 2)
                 sum += __shfl_xor_sync(0xffffffff, sum, offset);
@@ -180,11 +177,11 @@ cudaError_t backward_preprocess(const BackwardParams& params, int block_q, cudaS
         return launch_kernel<backward_preprocess_kernel<decltype(element), is_general, row_lanes>>(
             ctas, kPreprocessThreads, 0, PreprocessParams{params, block_q}, stream);
     };
-    if (params.changes_scores)  // these take long to compile: two suffice
-        return dispatch<16, 32>(max_of(lanes, 16), [&](auto row_lanes) {
-            return launch(AnyHalf{}, std::true_type{}, row_lanes);
-        });
     return dispatch_element(params.element_type, [&](auto element) {
+        if (params.changes_scores)  // these take long to compile: two suffice
+            return dispatch<16, 32>(max_of(lanes, 16), [&](auto row_lanes) {
+                return launch(element, std::true_type{}, row_lanes);
+            });
         return dispatch<4, 8, 16, 32>(
             lanes, [&](auto row_lanes) { return launch(element, std::false_type{}, row_lanes); });
     });

@@ -33,84 +33,21 @@
 #include "problem/score.cuh"
 #include "problem/sequences.cuh"
 #include "ptx/memory.cuh"
-#include "tile/any_half.cuh"
 #include "tile/copy.cuh"
 #include "tile/gemm.cuh"
 
 namespace flash_ext {
 
-template <class Element_, int kHeadDim_, int kHeadDimV_, OptionSet kOptions_,
-          tuning::Backward kTuning>
-struct BackwardConfig {
-    using Element = Element_;
-    static constexpr OptionSet kOptions = kOptions_;
-    static constexpr bool kGeneral = changes_scores(kOptions);
-    static constexpr bool kUnaligned = contains(kOptions, OptionSet::kUnaligned);
-    static constexpr bool kMayBeVarlen = contains(kOptions, OptionSet::kVarlen);
-    static constexpr bool kWholeTiles =
-        !contains(kOptions, OptionSet::kVarlen);  // see plan_mma_backward()
-    static constexpr int kHeadDim = kHeadDim_;
-    static constexpr int kHeadDimV = kHeadDimV_;
-    static constexpr int kKeysPerWarp = kTuning.keys_per_warp;
-    static constexpr int kWarpsKV = kTuning.warps_kv;
-    static constexpr int kWarpsD = kTuning.warps_d;
-    static constexpr int kWarps = kWarpsKV * kWarpsD;
-    static constexpr int kThreads = 32 * kWarps;
-    static constexpr int kBlockQ = kTuning.block_q;
-    static constexpr int kBlockKV = kKeysPerWarp * kWarpsKV;
-    static constexpr int kCtasPerSm = kTuning.ctas_per_sm;
-    static constexpr int kStages = kTuning.stages;
-    static constexpr bool kForLessMemory =  // of fa2
-        kTuning != tuning::fa2_backward({kHeadDim, kHeadDimV}, kOptions);
-
-    using QTile = SharedTile<Element, kBlockQ, kHeadDim>;
-    using DOTile = SharedTile<Element, kBlockQ, kHeadDimV>;
-    using KTile = SharedTile<Element, kBlockKV, kHeadDim>;
-    using VTile = SharedTile<Element, kBlockKV, kHeadDimV>;
-    using PTile = SharedTile<Element, kBlockKV, kBlockQ>;
-
-    static constexpr int kWarpsN = KTile::kBlocksPerAtom;
-    static constexpr int kWarpsM = kWarps / kWarpsN;
-
-    // What comes with a Q tile: a number for each of its queries.
-    struct Statistics {
-        float lse_log2[kBlockQ];
-        float minus_delta[kBlockQ];
-        float reference[kBlockQ];
-    };
-    struct SharedStorage {
-        char k[KTile::kBytes];
-        char v[VTile::kBytes];
-        char ds_p[kWarpsD > 1 ? 2 : 1][PTile::kBytes];  // dS^T and, where warps share it, P^T
-        char q[kStages][QTile::kBytes];
-        char dout[kStages][DOTile::kBytes];
-        Statistics statistics[kStages];
-        alignas(16) int work_index;
-        alignas(16) TileCoord tile_coord;
-    };
-    static constexpr int kSharedBytes = sizeof(SharedStorage);
-
-    // dQ is computed in slices of columns where a warp's columns do not fit in registers together
-    // with dK and dV.
-    static constexpr int kDQSlices = kTuning.dq_slices;
-    static constexpr int kDQFloats = kWholeTiles ? 4 : 2;  // that a lane adds at a time
-    using DQ = RegisterTile<kBlockQ / kWarpsM, kHeadDim / kWarpsN / kDQSlices>;
-
-    static_assert(kWarpsM * kWarpsN == kWarps && kBlockQ % (16 * kWarpsM) == 0);
-    static_assert((DQ::kM & (DQ::kM - 1)) == 0, "operands of dQ start at an XOR of their blocks");
-    static_assert(kHeadDim % (16 * kWarpsN * kDQSlices) == 0 && kBlockQ % (16 * kWarpsD) == 0);
-};
-
 // A warp's part of a slice of a Q tile in dq_accum. The tile is in fragment order if it is whole:
 // [warp][slice][m][n][lane][4]. Otherwise its queries are in blocks of 8, so that it ends with its
 // last query, and each block is in fragment order: [warp_n][slice][columns][lane][kFloats].
-template <class Config>
+template <class Tile>
 struct DQAccum {
-    using DQ = typename Config::DQ;
-    static constexpr bool kWhole = Config::kWholeTiles;
-    static constexpr int kFloats = Config::kDQFloats;
+    using DQ = typename Tile::DQ;
+    static constexpr bool kWhole = Tile::kWholeTiles;
+    static constexpr int kFloats = Tile::kDQFloats;
     static constexpr int kBlocks = kWhole ? DQ::kM : DQ::kRows / 8;  // of a warp's rows
-    static constexpr int kBlockFloats = kWhole ? DQ::kN * 128 : 8 * Config::kHeadDim;
+    static constexpr int kBlockFloats = kWhole ? DQ::kN * 128 : 8 * Tile::kHeadDim;
     static constexpr int kStep = kWhole ? 1 : kFloats / 2;  // blocks of 8 columns
     struct alignas(4 * kFloats) Floats {
         float x[kFloats];
@@ -123,17 +60,16 @@ struct DQAccum {
                                        int head, int q_tile, int slice) {
         // In these kernels no register is left for the thread's index over the loop.
         constexpr bool kNoRegister =
-            Config::kDQSlices > 1 || (Config::kHeadDim == 128 && kCudaArch < 900);
+            Tile::kDQSlices > 1 || (Tile::kHeadDim == 128 && kCudaArch < 900);
         const int thread = !kWhole && kNoRegister ? ptx::not_hoisted(threadIdx.x) : threadIdx.x;
         const int warp = thread / 32;
         // ptxas 13.0: with either form alone, one of the kernels spills.
-        constexpr bool kByLane = kWhole && (Config::kHeadDim > 128 || kCudaArch < 900);
+        constexpr bool kByLane = kWhole && (Tile::kHeadDim > 128 || kCudaArch < 900);
         const int lane = kByLane ? lane_id() : thread % 32;
-        const int query =
-            q_tile * Config::kBlockQ + (kWhole ? 0 : warp / Config::kWarpsN * DQ::kRows);
-        const int part = kWhole ? warp : warp % Config::kWarpsN;
-        first = params.dq_accum + workspace_row(params, sequence, head, query) * Config::kHeadDim +
-                (part * Config::kDQSlices + slice) * (DQ::kCols * (kWhole ? DQ::kRows : 8)) +
+        const int query = q_tile * Tile::kBlockQ + (kWhole ? 0 : warp / Tile::kWarpsN * DQ::kRows);
+        const int part = kWhole ? warp : warp % Tile::kWarpsN;
+        first = params.dq_accum + workspace_row(params, sequence, head, query) * Tile::kHeadDim +
+                (part * Tile::kDQSlices + slice) * (DQ::kCols * (kWhole ? DQ::kRows : 8)) +
                 lane * kFloats;
         last_block = ((sequence.seqlen_q - query + 7) >> 3) - 1;  // rounded down if negative
     }
@@ -207,23 +143,70 @@ struct QTileWalk {
     }
 };
 
-template <class Config>
+template <class Element_, int kHeadDim_, int kHeadDimV_, OptionSet kOptions_,
+          tuning::Backward kTuning>
 struct BackwardTile {
-    using Element = typename Config::Element;
-    using QTile = typename Config::QTile;
-    using DOTile = typename Config::DOTile;
-    using KTile = typename Config::KTile;
-    using VTile = typename Config::VTile;
-    using PTile = typename Config::PTile;
-    using Scores = RegisterTile<Config::kKeysPerWarp, Config::kBlockQ / Config::kWarpsD>;
-    using GradientK = RegisterTile<Config::kKeysPerWarp, Config::kHeadDim / Config::kWarpsD>;
-    using GradientV = RegisterTile<Config::kKeysPerWarp, Config::kHeadDimV / Config::kWarpsD>;
-    using DQ = typename Config::DQ;
-    using SharedStorage = typename Config::SharedStorage;
-    static constexpr OptionSet kOptions = Config::kOptions;
-    static constexpr bool kGeneral = Config::kGeneral;
-    static constexpr bool kUnaligned = Config::kUnaligned;
-    static constexpr bool kInRegisters = Config::kWarpsD == 1;  // P^T and dS^T, for dV and dK
+    using Element = Element_;
+    static constexpr OptionSet kOptions = kOptions_;
+    static constexpr bool kUnaligned = contains(kOptions, OptionSet::kUnaligned);
+    static constexpr bool kMayBeVarlen = contains(kOptions, OptionSet::kVarlen);
+    static constexpr bool kWholeTiles =
+        !contains(kOptions, OptionSet::kVarlen);  // see plan_mma_backward()
+    static constexpr int kHeadDim = kHeadDim_;
+    static constexpr int kHeadDimV = kHeadDimV_;
+    static constexpr int kKeysPerWarp = kTuning.keys_per_warp;
+    static constexpr int kWarpsKV = kTuning.warps_kv;
+    static constexpr int kWarpsD = kTuning.warps_d;
+    static constexpr int kWarps = kWarpsKV * kWarpsD;
+    static constexpr bool kInRegisters = kWarpsD == 1;  // P^T and dS^T, for dV and dK
+    static constexpr int kThreads = 32 * kWarps;
+    static constexpr int kBlockQ = kTuning.block_q;
+    static constexpr int kBlockKV = kKeysPerWarp * kWarpsKV;
+    static constexpr int kCtasPerSm = kTuning.ctas_per_sm;
+    static constexpr int kStages = kTuning.stages;
+    static constexpr bool kForLessMemory =  // of fa2
+        kTuning != tuning::fa2_backward({kHeadDim, kHeadDimV}, kOptions);
+
+    using QTile = SharedTile<Element, kBlockQ, kHeadDim>;
+    using DOTile = SharedTile<Element, kBlockQ, kHeadDimV>;
+    using KTile = SharedTile<Element, kBlockKV, kHeadDim>;
+    using VTile = SharedTile<Element, kBlockKV, kHeadDimV>;
+    using PTile = SharedTile<Element, kBlockKV, kBlockQ>;
+
+    static constexpr int kWarpsN = KTile::kBlocksPerAtom;
+    static constexpr int kWarpsM = kWarps / kWarpsN;
+
+    // What comes with a Q tile: a number for each of its queries.
+    struct Statistics {
+        float lse_log2[kBlockQ];
+        float minus_delta[kBlockQ];
+        float reference[kBlockQ];
+    };
+    struct SharedStorage {
+        char k[KTile::kBytes];
+        char v[VTile::kBytes];
+        char ds_p[kWarpsD > 1 ? 2 : 1][PTile::kBytes];  // dS^T and, where warps share it, P^T
+        char q[kStages][QTile::kBytes];
+        char dout[kStages][DOTile::kBytes];
+        Statistics statistics[kStages];
+        alignas(16) int work_index;
+        alignas(16) TileCoord tile_coord;
+    };
+    static constexpr int kSharedBytes = sizeof(SharedStorage);
+
+    // dQ is computed in slices of columns where a warp's columns do not fit in registers together
+    // with dK and dV.
+    static constexpr int kDQSlices = kTuning.dq_slices;
+    static constexpr int kDQFloats = kWholeTiles ? 4 : 2;  // that a lane adds at a time
+    using DQ = RegisterTile<kBlockQ / kWarpsM, kHeadDim / kWarpsN / kDQSlices>;
+
+    static_assert(kWarpsM * kWarpsN == kWarps && kBlockQ % (16 * kWarpsM) == 0);
+    static_assert((DQ::kM & (DQ::kM - 1)) == 0, "operands of dQ start at an XOR of their blocks");
+    static_assert(kHeadDim % (16 * kWarpsN * kDQSlices) == 0 && kBlockQ % (16 * kWarpsD) == 0);
+
+    using Scores = RegisterTile<kKeysPerWarp, kBlockQ / kWarpsD>;
+    using GradientK = RegisterTile<kKeysPerWarp, kHeadDim / kWarpsD>;
+    using GradientV = RegisterTile<kKeysPerWarp, kHeadDimV / kWarpsD>;
 
     const BackwardParams& params;
     int head_k;
@@ -239,22 +222,22 @@ struct BackwardTile {
           head_k(head_k_),
           sequence(sequence_),
           mask(mask_of(p, sequence)),
-          warp_key(warp_id() % Config::kWarpsKV * Config::kKeysPerWarp),
-          warp_d(warp_id() / Config::kWarpsKV),
+          warp_key(warp_id() % kWarpsKV * kKeysPerWarp),
+          warp_d(warp_id() / kWarpsKV),
           smem(ptx::shared_address(dynamic_shared())) {}
 
     // The Q tiles that see the KV tile.
     __device__ __forceinline__ VisibleTiles q_tiles_seeing(int first_key) const {
-        return VisibleTiles::of_keys<Config::kMayBeVarlen>(
-            mask, {first_key, first_key + Config::kBlockKV}, Config::kBlockQ);
+        return VisibleTiles::of_keys<kMayBeVarlen>(mask, {first_key, first_key + kBlockKV},
+                                                   kBlockQ);
     }
 
     __device__ __forceinline__ void load_kv(int first_key) const {
         const KeyRows keys = key_rows(params, sequence);
-        load_tile<KTile, Config::kThreads, kUnaligned>(
+        load_tile<KTile, kThreads, kUnaligned>(
             k_tile(), keys.tile<Element>(params.k, head_k, first_key, params.head_dim),
             params.aligned);
-        load_tile<VTile, Config::kThreads, kUnaligned>(
+        load_tile<VTile, kThreads, kUnaligned>(
             v_tile(), keys.tile<Element>(params.v, head_k, first_key, params.head_dim_v),
             params.aligned);
     }
@@ -268,10 +251,10 @@ struct BackwardTile {
     }
     __device__ __forceinline__ uint32_t p_tile() const { return ds_tile() + PTile::kBytes; }
     __device__ __forceinline__ uint32_t q_tile_at(int stage) const {
-        return smem + offsetof(SharedStorage, q) + stage % Config::kStages * QTile::kBytes;
+        return smem + offsetof(SharedStorage, q) + stage % kStages * QTile::kBytes;
     }
     __device__ __forceinline__ uint32_t do_tile_at(int stage) const {
-        return smem + offsetof(SharedStorage, dout) + stage % Config::kStages * DOTile::kBytes;
+        return smem + offsetof(SharedStorage, dout) + stage % kStages * DOTile::kBytes;
     }
 
     __device__ __forceinline__ void load_q(const QTileWalk& walk) const {
@@ -281,8 +264,27 @@ struct BackwardTile {
         load_rows<DOTile>(do_tile_at(walk.stage), params.dout, params.head_dim_v, walk);
     }
 
-    __device__ __forceinline__ typename Config::Statistics& statistics(int stage) const {
-        return shared_storage<SharedStorage>().statistics[stage % Config::kStages];
+    __device__ __forceinline__ Statistics& statistics(int stage) const {
+        return shared_storage<SharedStorage>().statistics[stage % kStages];
+    }
+
+    // Fetches lse, delta and reference of a Q tile, which the preprocess pass has left in HBM.
+    __device__ __forceinline__ void load_statistics(const QTileWalk& walk) const {
+        constexpr int kChunks = kBlockQ / 4;
+        // With two stages no register is left for it over the loop.
+        const int thread = kStages == 2 ? ptx::not_hoisted(threadIdx.x) : threadIdx.x;
+        if (thread >= 3 * kChunks) return;
+        const int query = walk.q_tile() * kBlockQ + thread % kChunks * 4;
+        const int64_t row = kWholeTiles || query < sequence.seqlen_q
+                                ? workspace_row(params, sequence, walk.head, query)
+                                : params.padding_row;
+        const float* source = (thread < kChunks       ? params.lse_log2
+                               : thread < 2 * kChunks ? params.minus_delta
+                                                      : params.reference) +
+                              row;
+        // In shared memory the three follow one another.
+        ptx::cp_async_16(ptx::shared_address(statistics(walk.stage).lse_log2) + thread * 16, source,
+                         true);
     }
 
     // P^T of the warp's keys and queries. Queries past the sequence are not masked: their lse is
@@ -290,19 +292,18 @@ struct BackwardTile {
     __device__ __forceinline__ void compute_p(Scores& rP, const QTileWalk& walk,
                                               int first_key) const {
         rP.clear();
-        gemm<Element, Config::kHeadDim>(rP, AFromRows<KTile>(k_tile(), warp_key),
-                                        BFromRows<QTile>(q_tile_at(walk.stage), warp_query()),
-                                        params.element_type);
-        const int first_query = walk.q_tile() * Config::kBlockQ + warp_query();
-        if constexpr (kGeneral)
+        gemm<Element, kHeadDim>(rP, AFromRows<KTile>(k_tile(), warp_key),
+                                BFromRows<QTile>(q_tile_at(walk.stage), warp_query()));
+        const int first_query = walk.q_tile() * kBlockQ + warp_query();
+        if constexpr (changes_scores(kOptions))
             score_function(walk.head).apply(rP, first_key + warp_key, first_query);
         const auto is_full = [&] {
-            return walk.q_tiles.is_full(walk.i, mask, tile_interval(walk.q_tile(), Config::kBlockQ),
-                                        {first_key, first_key + Config::kBlockKV});
+            return walk.q_tiles.is_full(walk.i, mask, tile_interval(walk.q_tile(), kBlockQ),
+                                        {first_key, first_key + kBlockKV});
         };
         const bool large_lse = params.large_lse.is_raised();  // read each time, to save registers
         // The order decides whether ptxas spills.
-        if (Config::kHeadDim == 96 ? !is_full() || large_lse : large_lse || !is_full()) {
+        if (kHeadDim == 96 ? !is_full() || large_lse : large_lse || !is_full()) {
             if (large_lse) [[unlikely]]
                 for_each_with_query<Rows::kKeys, Scores>(
                     statistics(walk.stage).reference + warp_query(),
@@ -312,7 +313,7 @@ struct BackwardTile {
         }
         // With options the scores have been scaled before they were masked.
         exponentiate<Rows::kKeys>(rP, statistics(walk.stage).lse_log2 + warp_query(),
-                                  kGeneral ? 1.f : params.scale_log2);
+                                  changes_scores(kOptions) ? 1.f : params.scale_log2);
     }
 
     // dS^T from P^T: the gradient of Q K^T scale, or, without kThroughSoftcap, that of the scores
@@ -322,9 +323,8 @@ struct BackwardTile {
                                                int first_key) const {
         const float* minus_delta = statistics(walk.stage).minus_delta + warp_query();
         rdS.clear();  // dP^T first
-        gemm<Element, Config::kHeadDimV>(rdS, AFromRows<VTile>(v_tile(), warp_key),
-                                         BFromRows<DOTile>(do_tile_at(walk.stage), warp_query()),
-                                         params.element_type);
+        gemm<Element, kHeadDimV>(rdS, AFromRows<VTile>(v_tile(), warp_key),
+                                 BFromRows<DOTile>(do_tile_at(walk.stage), warp_query()));
         if constexpr (!contains(kOptions, OptionSet::kDropout) &&
                       !contains(kOptions, OptionSet::kSoftcap)) {
             softmax_gradient<Rows::kKeys>(rdS, rP, minus_delta);
@@ -333,7 +333,7 @@ struct BackwardTile {
         // With dropout Z / (1 - p), dS = P * (Z dP / (1 - p) - delta) and dV = (P Z)^T dO / (1 -
         // p). P and dS have a part of their factors when they are rounded (p_factor, ds_factor),
         // and the other part comes at the end.
-        const int first_query = walk.q_tile() * Config::kBlockQ + warp_query();
+        const int first_query = walk.q_tile() * kBlockQ + warp_query();
         uint32_t dropped[Scores::kM][ceil_div(Scores::kN, 8)] = {};
         if (params.rng_state != nullptr) {
             const float ds_factor = params.ds_factor;
@@ -375,22 +375,22 @@ struct BackwardTile {
     // dV += P^T dO
     __device__ __forceinline__ void accumulate_dv(GradientV& rdV, const Scores& rP,
                                                   int stage) const {
-        const BFromColumns<DOTile, Config::kWarpsD> dO(do_tile_at(stage), 0, warp_d);
+        const BFromColumns<DOTile, kWarpsD> dO(do_tile_at(stage), 0, warp_d);
         if constexpr (kInRegisters) {
-            gemm<Element, Config::kBlockQ>(rdV, AFromRegisters<Element, Scores>{rP}, dO);
+            gemm<Element, kBlockQ>(rdV, AFromRegisters<Element, Scores>{rP}, dO);
         } else {
-            gemm<Element, Config::kBlockQ>(rdV, AFromRows<PTile>(p_tile(), warp_key), dO);
+            gemm<Element, kBlockQ>(rdV, AFromRows<PTile>(p_tile(), warp_key), dO);
         }
     }
 
     // dK += dS^T Q
     __device__ __forceinline__ void accumulate_dk(GradientK& rdK, const Scores& rdS,
                                                   int stage) const {
-        const BFromColumns<QTile, Config::kWarpsD> q(q_tile_at(stage), 0, warp_d);
+        const BFromColumns<QTile, kWarpsD> q(q_tile_at(stage), 0, warp_d);
         if constexpr (kInRegisters) {
-            gemm<Element, Config::kBlockQ>(rdK, AFromRegisters<Element, Scores>{rdS}, q);
+            gemm<Element, kBlockQ>(rdK, AFromRegisters<Element, Scores>{rdS}, q);
         } else {
-            gemm<Element, Config::kBlockQ>(rdK, AFromRows<PTile>(ds_tile(), warp_key), q);
+            gemm<Element, kBlockQ>(rdK, AFromRows<PTile>(ds_tile(), warp_key), q);
         }
     }
 
@@ -398,13 +398,13 @@ struct BackwardTile {
     // tile. A barrier must follow before dS is overwritten.
     template <int kSlice>
     __device__ __forceinline__ void compute_dq(DQ& rdQ) const {
-        const int warp_m = warp_id() / Config::kWarpsN;
-        const int warp_n = warp_id() % Config::kWarpsN;
-        using KColumns = BFromColumns<KTile, Config::kWarpsN>;
+        const int warp_m = warp_id() / kWarpsN;
+        const int warp_n = warp_id() % kWarpsN;
+        using KColumns = BFromColumns<KTile, kWarpsN>;
         const AFromColumns<PTile> dS(ds_tile(), 0, warp_m * DQ::kM);
         const KColumns k(k_tile(), 0, warp_n);
         rdQ.clear();
-        gemm<Element, Config::kBlockKV>(rdQ, dS, BSkipping<KColumns, kSlice*(DQ::kN / 2)>{k});
+        gemm<Element, kBlockKV>(rdQ, dS, BSkipping<KColumns, kSlice*(DQ::kN / 2)>{k});
     }
 
     // dK and dV to HBM, through the memory of the K and V tiles; zeros for rows that are not in
@@ -413,8 +413,8 @@ struct BackwardTile {
                                                 int first_key) const {
         rdK.scale(params.gradient_scale);
         if constexpr (contains(kOptions, OptionSet::kDropout)) rdV.scale(params.late_factor);
-        store_to_shared<Element, KTile, Config::kWarpsD>(k_tile(), rdK, warp_key, warp_d);
-        store_to_shared<Element, VTile, Config::kWarpsD>(v_tile(), rdV, warp_key, warp_d);
+        store_to_shared<Element, KTile, kWarpsD>(k_tile(), rdK, warp_key, warp_d);
+        store_to_shared<Element, VTile, kWarpsD>(v_tile(), rdV, warp_key, warp_d);
         __syncthreads();  // dK and dV are complete
         const int64_t row = sequence.k_begin + first_key;
         const int rows = sequence.rows_k - first_key;
@@ -422,10 +422,8 @@ struct BackwardTile {
             global_tile<Element>(params.dk, sequence.batch, row, head_k, rows, params.head_dim);
         const auto gdV =
             global_tile<Element>(params.dv, sequence.batch, row, head_k, rows, params.head_dim_v);
-        store_tile<KTile, Config::kThreads, Config::kBlockKV, kUnaligned>(gdK, k_tile(), 0,
-                                                                          params.aligned);
-        store_tile<VTile, Config::kThreads, Config::kBlockKV, kUnaligned>(gdV, v_tile(), 0,
-                                                                          params.aligned);
+        store_tile<KTile, kThreads, kBlockKV, kUnaligned>(gdK, k_tile(), 0, params.aligned);
+        store_tile<VTile, kThreads, kBlockKV, kUnaligned>(gdV, v_tile(), 0, params.aligned);
     }
 
  private:
@@ -440,46 +438,24 @@ struct BackwardTile {
     template <class Tile>
     __device__ __forceinline__ void load_rows(uint32_t shared, const TensorView& view, int cols,
                                               const QTileWalk& walk) const {
-        const int first_query = walk.q_tile() * Config::kBlockQ;
+        const int first_query = walk.q_tile() * kBlockQ;
         const auto tile =
             global_tile<const Element>(view, sequence.batch, sequence.q_begin + first_query,
                                        walk.head, sequence.seqlen_q - first_query, cols);
-        load_tile<Tile, Config::kThreads, kUnaligned>(shared, tile, params.aligned);
+        load_tile<Tile, kThreads, kUnaligned>(shared, tile, params.aligned);
     }
 };
 
-// Fetches lse, delta and reference of a Q tile, which the preprocess pass has left in HBM.
-template <class Config>
-__device__ __forceinline__ void load_statistics(const BackwardTile<Config>& cta,
-                                                const QTileWalk& walk) {
-    constexpr int kChunks = Config::kBlockQ / 4;
-    // With two stages no register is left for it over the loop.
-    const int thread = Config::kStages == 2 ? ptx::not_hoisted(threadIdx.x) : threadIdx.x;
-    if (thread >= 3 * kChunks) return;
-    const BackwardParams& params = cta.params;
-    const int query = walk.q_tile() * Config::kBlockQ + thread % kChunks * 4;
-    const int64_t row = Config::kWholeTiles || query < cta.sequence.seqlen_q
-                            ? workspace_row(params, cta.sequence, walk.head, query)
-                            : params.padding_row;
-    const float* source = (thread < kChunks       ? params.lse_log2
-                           : thread < 2 * kChunks ? params.minus_delta
-                                                  : params.reference) +
-                          row;
-    // In shared memory the three follow one another.
-    ptx::cp_async_16(ptx::shared_address(cta.statistics(walk.stage).lse_log2) + thread * 16, source,
-                     true);
-}
-
 // For the postprocess pass, with the warp layout of those that wrote the tile.
-template <class Config>
-struct DQTile : Config {
+template <class Tile>
+struct DQTile : Tile {
     static __device__ __forceinline__ void fetch(const BackwardParams& params,
                                                  const Sequence& sequence, int head, int q_tile,
                                                  uint32_t shared) {
-        using DQ = typename Config::DQ;
-        using Accum = DQAccum<Config>;
+        using DQ = typename Tile::DQ;
+        using Accum = DQAccum<Tile>;
 #pragma unroll
-        for (int slice = 0; slice < Config::kDQSlices; ++slice) {
+        for (int slice = 0; slice < Tile::kDQSlices; ++slice) {
             DQ rdQ;
             rdQ.clear();
             Accum(params, sequence, head, q_tile, slice)
@@ -490,9 +466,9 @@ struct DQTile : Config {
                         Accum::element(rdQ, block, n, i) = y.x[i];
                 });
             rdQ.scale(params.gradient_scale);
-            store_to_shared<typename Config::Element, typename Config::QTile, Config::kWarpsN>(
-                shared, rdQ, warp_id() / Config::kWarpsN * DQ::kRows,
-                warp_id() % Config::kWarpsN + slice * (DQ::kN / 2) * Config::kWarpsN);
+            store_to_shared<typename Tile::Element, typename Tile::QTile, Tile::kWarpsN>(
+                shared, rdQ, warp_id() / Tile::kWarpsN * DQ::kRows,
+                warp_id() % Tile::kWarpsN + slice * (DQ::kN / 2) * Tile::kWarpsN);
         }
     }
 };

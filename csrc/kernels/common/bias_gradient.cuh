@@ -13,13 +13,13 @@
 #include "plan/tuning.h"
 #include "plan/workspace_rows.cuh"
 #include "problem/sequences.cuh"
-#include "tile/any_half.cuh"
 
 namespace flash_ext {
 
-template <int kHeadDim>
-using BiasGradientConfig = BackwardConfig<AnyHalf, kHeadDim, kHeadDim, tuning::kAllOptions,
-                                          row_of(tuning::kBiasGradient, {kHeadDim, kHeadDim}).all>;
+template <class Element, int kHeadDim>
+using BiasGradientTile =
+    BackwardTile<Element, kHeadDim, kHeadDim, tuning::kAllOptions,
+                 tuning::fa2_backward({kHeadDim, kHeadDim}, tuning::kAllOptions)>;
 
 // The number of tiles of dbias in a dimension.
 FLASH_HOST_DEVICE constexpr int bias_tiles(int size, int block) {
@@ -31,9 +31,8 @@ FLASH_HOST_DEVICE constexpr Interval contributing(int size, int own, int count) 
     return size == 1 ? Interval{0, count} : Interval{own, min_of(own + 1, count)};
 }
 
-template <class Config>
+template <class Tile>
 struct BiasGradient {
-    using Tile = BackwardTile<Config>;
     using Scores = typename Tile::Scores;
 
     const BackwardParams& params;
@@ -45,10 +44,10 @@ struct BiasGradient {
         cta.load_q(walk);
         cta.load_do(walk);
         ptx::cp_async_commit();
-        const int first_query = walk.q_tile() * Config::kBlockQ;
+        const int first_query = walk.q_tile() * Tile::kBlockQ;
         const int64_t first = workspace_row(cta.params, cta.sequence, walk.head, first_query);
         auto& statistics = cta.statistics(0);
-        for (int row = threadIdx.x; row < Config::kBlockQ; row += Config::kThreads) {
+        for (int row = threadIdx.x; row < Tile::kBlockQ; row += Tile::kThreads) {
             const bool exists = first_query + row < cta.sequence.seqlen_q;
             statistics.lse_log2[row] = exists ? cta.params.lse_log2[first + row] : INFINITY;
             statistics.minus_delta[row] = exists ? cta.params.minus_delta[first + row] : 0.f;
@@ -61,15 +60,15 @@ struct BiasGradient {
                                              int q_tile_own, int kv_tile_own) const {
         const Tile cta(params, sequence, head_q / (params.heads_q / params.heads_k));
         const Interval q_tiles = contributing(params.bias.sizes[2], q_tile_own,
-                                              ceil_div(sequence.seqlen_q, Config::kBlockQ));
+                                              ceil_div(sequence.seqlen_q, Tile::kBlockQ));
         const Interval own_kv_tiles = contributing(params.bias.sizes[3], kv_tile_own,
-                                                   ceil_div(sequence.seqlen_k, Config::kBlockKV));
+                                                   ceil_div(sequence.seqlen_k, Tile::kBlockKV));
         for (int q_tile = q_tiles.begin; q_tile < q_tiles.end; ++q_tile) {
             const VisibleTiles seen = VisibleTiles::of_queries(
-                cta.mask, tile_interval(q_tile, Config::kBlockQ), Config::kBlockKV);
+                cta.mask, tile_interval(q_tile, Tile::kBlockQ), Tile::kBlockKV);
             const VisibleTiles kv_tiles = seen.within(own_kv_tiles);
             for (int i = kv_tiles.begin; i < kv_tiles.end; ++i) {
-                const int first_key = kv_tiles.tile(i) * Config::kBlockKV;
+                const int first_key = kv_tiles.tile(i) * Tile::kBlockKV;
                 const QTileWalk walk({q_tile, q_tile + 1}, head_q, 1);
                 load(cta, walk, first_key);
                 ptx::cp_async_wait<0>();
@@ -92,8 +91,8 @@ struct BiasGradient {
     __device__ __forceinline__ void store(const Scores& sum, int batch, int head, int q_tile,
                                           int kv_tile) const {
         auto* sSum = reinterpret_cast<float*>(dynamic_shared());
-        const int warp_key = warp_id() % Config::kWarpsKV * Config::kKeysPerWarp;
-        const int warp_query = warp_id() / Config::kWarpsKV * Scores::kCols;
+        const int warp_key = warp_id() % Tile::kWarpsKV * Tile::kKeysPerWarp;
+        const int warp_query = warp_id() / Tile::kWarpsKV * Scores::kCols;
 #pragma unroll
         for (int m = 0; m < Scores::kM; ++m)
 #pragma unroll
@@ -102,44 +101,42 @@ struct BiasGradient {
                 for (int i = 0; i < 4; ++i) {
                     const int key = warp_key + 16 * m + lane_row() + i / 2 * 8;
                     const int query = warp_query + 8 * n + lane_col() + i % 2;
-                    sSum[query * Config::kBlockKV + key] = sum.v[m][n][i];
+                    sSum[query * Tile::kBlockKV + key] = sum.v[m][n][i];
                 }
         __syncthreads();  // the sums of all warps are complete
 
         const Bias& bias = params.bias;
-        const int queries = bias.sizes[2] == 1 ? 1 : Config::kBlockQ;
-        const int keys = bias.sizes[3] == 1 ? 1 : Config::kBlockKV;
-        for (int element = threadIdx.x; element < queries * keys; element += Config::kThreads) {
+        const int queries = bias.sizes[2] == 1 ? 1 : Tile::kBlockQ;
+        const int keys = bias.sizes[3] == 1 ? 1 : Tile::kBlockKV;
+        for (int element = threadIdx.x; element < queries * keys; element += Tile::kThreads) {
             const int query = element / keys;
             const int key = element % keys;
-            const int row = q_tile * Config::kBlockQ + query;
-            const int col = kv_tile * Config::kBlockKV + key;
+            const int row = q_tile * Tile::kBlockQ + query;
+            const int col = kv_tile * Tile::kBlockKV + key;
             if (row >= bias.sizes[2] || col >= bias.sizes[3]) continue;
             float total = 0.f;
-            for (int i = query; i < Config::kBlockQ; i += queries)
-                for (int j = key; j < Config::kBlockKV; j += keys)
-                    total += sSum[i * Config::kBlockKV + j];
+            for (int i = query; i < Tile::kBlockQ; i += queries)
+                for (int j = key; j < Tile::kBlockKV; j += keys)
+                    total += sSum[i * Tile::kBlockKV + j];
             total *= params.ds_factor;
             const int64_t matrix = int64_t{batch} * bias.sizes[1] + head;
             const int64_t index = (matrix * bias.sizes[2] + row) * bias.sizes[3] + col;
             if (bias.type == BiasType::kFloat32) {
                 static_cast<float*>(params.dbias)[index] = total;
             } else {
-                with_element<typename Config::Element>(params.element_type, [&](auto element) {
-                    using Rounded = decltype(element);
-                    static_cast<Rounded*>(params.dbias)[index] = ptx::from_float<Rounded>(total);
-                });
+                using Element = typename Tile::Element;
+                static_cast<Element*>(params.dbias)[index] = ptx::from_float<Element>(total);
             }
         }
     }
 };
 
-template <class Config>
-__global__ void __launch_bounds__(Config::kThreads, 1)
+template <class Tile>
+__global__ void __launch_bounds__(Tile::kThreads, 1)
     bias_gradient_kernel(const __grid_constant__ BackwardParams params) {
     const int (&sizes)[4] = params.bias.sizes;
-    const int kv_tiles = bias_tiles(sizes[3], Config::kBlockKV);
-    const int q_tiles = bias_tiles(sizes[2], Config::kBlockQ);
+    const int kv_tiles = bias_tiles(sizes[3], Tile::kBlockKV);
+    const int q_tiles = bias_tiles(sizes[2], Tile::kBlockQ);
     const int tile = blockIdx.x % (kv_tiles * q_tiles);
     const int matrix = blockIdx.x / (kv_tiles * q_tiles);
     const int kv_tile = tile % kv_tiles;
@@ -147,8 +144,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     const int head_own = matrix % sizes[1];
     const int batch_own = matrix / sizes[1];
 
-    const BiasGradient<Config> gradient{params};
-    typename BiasGradient<Config>::Scores sum;
+    const BiasGradient<Tile> gradient{params};
+    typename BiasGradient<Tile>::Scores sum;
     sum.clear();
     const Interval batches = contributing(sizes[0], batch_own, params.batch);
     const Interval heads = contributing(sizes[1], head_own, params.heads_q);
@@ -164,13 +161,15 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 cudaError_t bias_gradient(BackwardParams params, cudaStream_t stream) {
     const auto* row = tuning::find_row(tuning::kBiasGradient, {params.head_dim, params.head_dim_v});
     if (row == nullptr) return kNoKernel;
+    const int (&sizes)[4] = params.bias.sizes;
     return dispatch_head_dims<tuning::kBiasGradient>(row->head_dims, [&](auto dim, auto) {
-        using Config = BiasGradientConfig<dim.value>;
-        const int (&sizes)[4] = params.bias.sizes;
-        const int64_t ctas = int64_t{bias_tiles(sizes[3], Config::kBlockKV)} *
-                             bias_tiles(sizes[2], Config::kBlockQ) * sizes[1] * sizes[0];
-        return launch_kernel<bias_gradient_kernel<Config>>(ctas, Config::kThreads,
-                                                           Config::kSharedBytes, params, stream);
+        return dispatch_element(params.element_type, [&](auto element) {
+            using Tile = BiasGradientTile<decltype(element), dim.value>;
+            const int64_t ctas = int64_t{bias_tiles(sizes[3], Tile::kBlockKV)} *
+                                 bias_tiles(sizes[2], Tile::kBlockQ) * sizes[1] * sizes[0];
+            return launch_kernel<bias_gradient_kernel<Tile>>(ctas, Tile::kThreads,
+                                                             Tile::kSharedBytes, params, stream);
+        });
     });
 }
 

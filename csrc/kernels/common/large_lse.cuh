@@ -20,7 +20,6 @@
 #include "problem/mask.cuh"
 #include "problem/score.cuh"
 #include "problem/sequences.cuh"
-#include "tile/any_half.cuh"
 #include "tile/copy.cuh"
 #include "tile/gemm.cuh"
 
@@ -97,10 +96,7 @@ __device__ __forceinline__ void split_large_lse_of_rows(const BackwardParams& pa
     const Interval keys = mask.keys_of({first_query, first_query + 16});
 #pragma unroll 1
     for (int key = keys.begin / 16 * 16; key < keys.end; key += 16) {
-        RegisterTile<16, 16> rS;
-        with_element<Element>(params.element_type, [&](auto element) {
-            rS = scores_of_rows<decltype(element)>(params, sequence, head, first_query, key);
-        });
+        RegisterTile<16, 16> rS = scores_of_rows<Element>(params, sequence, head, first_query, key);
         if constexpr (kGeneral)
             ScoreFunction<Element, Rows::kQueries, tuning::kAllOptions>{params, sequence, head}
                 .apply(rS, first_query, key);

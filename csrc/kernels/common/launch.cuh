@@ -7,6 +7,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "plan/device.h"
 #include "plan/dispatch.h"
@@ -59,13 +60,12 @@ inline constexpr bool kHasHopperCode = true;
 inline constexpr bool kHasHopperCode = false;  // a Hopper GPU runs code of a smaller target
 #endif
 
-// Calls launch(config) with the larger of two configs of a kernel that fits this device.
+// Calls launch(std::type_identity) with the larger of two configs of a kernel that fits the GPU.
 template <class Large, class Small, class Launch>
-cudaError_t launch_fitting(Launch launch) {
-    const GpuModel& device = current_device();
-    const bool fits = Large::kSharedBytes <= device.shared_bytes &&
-                      ((kHasHopperCode && device.major == 9) || !kNeedsHopper<Large>);
-    return fits ? launch(Large{}) : launch(Small{});
+cudaError_t launch_fitting(const GpuModel& gpu, Launch launch) {
+    const bool fits = Large::kSharedBytes <= gpu.shared_bytes &&
+                      ((kHasHopperCode && gpu.major == 9) || !kNeedsHopper<Large>);
+    return fits ? launch(std::type_identity<Large>{}) : launch(std::type_identity<Small>{});
 }
 
 // Sets an attribute of a kernel, once per device.

@@ -9,6 +9,7 @@
 
 #include <type_traits>
 
+#include "problem/score.cuh"
 #include "ptx/math.cuh"
 #include "tile/fragment.cuh"
 #include "tile/host_device.h"
@@ -42,6 +43,17 @@ __device__ __forceinline__ float finite_max(float max) { return max == -INFINITY
 struct Unscaled {
     __device__ __forceinline__ constexpr operator float() const { return 1.f; }
 };
+
+// The factor from scores to exponents of 2. A kernel that changes scores multiplies them before it
+// masks them (the scale may be zero or negative), the others inside the exponent.
+template <OptionSet kOptions>
+__device__ __forceinline__ auto exponent_scale(const AttentionParams& params) {
+    if constexpr (changes_scores(kOptions)) {
+        return Unscaled{};
+    } else {
+        return params.scale_log2;
+    }
+}
 
 // Rounded up: no P is above 1, so P of finite scores is finite. Only NaN and infinite scores make a
 // row NaN.
@@ -83,6 +95,36 @@ __device__ __forceinline__ void center_large(Scores& s, int m, int i, float max,
             float& x = s.v[m][n][e];
             x = (round_up(x, scale) - finite_max(max)) * 0x1p100f;  // by far more than 1 / scale
         }
+}
+
+// Row 16 m + lane_row() + 8 i of P from its scores: 2^(s scale - subtracted). Returns `sum` and the
+// sum of this lane's P.
+template <class Scores, class Scale>
+__device__ __forceinline__ float exponentiate_row(Scores& s, int m, int i, Scale scale,
+                                                  float subtracted, float sum) {
+#pragma unroll
+    for (int n = 0; n < Scores::kN; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            float& x = s.v[m][n][2 * i + e];
+            x = ptx::ex2(x * scale - subtracted);
+            sum += x;
+        }
+    return sum;
+}
+
+// Dropout, for tiles whose rows are queries: P becomes 0, or p_factor P.
+template <OptionSet kOptions, class Scores>
+__device__ __forceinline__ void drop(Scores& p, const AttentionParams& params,
+                                     const Sequence& sequence, int head, int first_query,
+                                     int first_key) {
+    if constexpr (contains(kOptions, OptionSet::kDropout)) {
+        if (params.rng_state == nullptr) return;
+        for_each_keep<Scores>(dropout_mask(params, sequence, head), first_query, first_key,
+                              [&](int m, int n, int i, bool keep) {
+                                  p.v[m][n][i] = keep ? p.v[m][n][i] * params.p_factor : 0.f;
+                              });
+    }
 }
 
 template <int kRows>
@@ -160,16 +202,8 @@ struct OnlineSoftmax {
 #pragma unroll
         for (int m = 0; m < kM; ++m)
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-#pragma unroll
-                for (int n = 0; n < Scores::kN; ++n)
-#pragma unroll
-                    for (int e = 0; e < 2; ++e) {
-                        float& x = s.v[m][n][2 * i + e];
-                        x = ptx::ex2(x * scale - subtracted[m][i]);
-                        row_sum[m][i] += x;
-                    }
-            }
+            for (int i = 0; i < 2; ++i)
+                row_sum[m][i] = exponentiate_row(s, m, i, scale, subtracted[m][i], row_sum[m][i]);
     }
 
     // After the last tile: row_sum becomes that of the whole row, in every lane of its quad.

@@ -12,7 +12,7 @@
 #include <type_traits>
 
 #include "kernels/common/launch.cuh"
-#include "plan/row_kernels.h"
+#include "plan/launchers.h"
 #include "ptx/math.cuh"
 #include "tile/copy.cuh"
 
@@ -32,7 +32,6 @@ struct LaneBits {
     static __device__ __forceinline__ bool is_float(ResultType type) {
         return !kAlike && type == ResultType::kFloat32;
     }
-
     static __device__ __forceinline__ bool is_half(ResultType type) {
         return kAlike ? std::is_same_v<Element, __half> : type == ResultType::kFloat16;
     }
@@ -40,81 +39,71 @@ struct LaneBits {
     // `whole`: eight columns on a boundary of 16 bytes. Without it, the first `valid` of them.
     __device__ __forceinline__ void load(const char* source, ResultType type, bool whole,
                                          int valid) {
-        if constexpr (!kAlike)
-            if (!whole) return load_columns(source, type, valid);
-        const auto* x = reinterpret_cast<const uint4*>(source);
-        reinterpret_cast<uint4&>(words[0]) = x[0];
-        if constexpr (!kAlike)
-            if (is_float(type)) reinterpret_cast<uint4&>(words[4]) = x[1];
+        if (kAlike || whole) {
+            const auto* x = reinterpret_cast<const uint4*>(source);
+            four_words(0) = x[0];
+            if (is_float(type)) four_words(4) = x[1];
+        } else if (is_float(type)) {
+#pragma unroll
+            for (int i = 0; i < kLaneColumns; ++i)
+                words[i % kWords] = i < valid ? reinterpret_cast<const uint32_t*>(source)[i] : 0;
+        } else {
+            four_words(0) = load_8(source, valid);
+        }
     }
 
-    __device__ __forceinline__ void load_columns(const char* source, ResultType type, int valid) {
-        if (!is_float(type)) {
-            reinterpret_cast<uint4&>(words[0]) = load_8(source, valid);
-            return;
-        }
+    __device__ __forceinline__ void store(char* target, ResultType type, bool whole, int valid) {
+        if (kAlike || whole) {
+            auto* x = reinterpret_cast<uint4*>(target);
+            x[0] = four_words(0);
+            if (is_float(type)) x[1] = four_words(4);
+        } else {
 #pragma unroll
-        for (int i = 0; i < kLaneColumns; ++i)
-            words[i % kWords] = i < valid ? reinterpret_cast<const uint32_t*>(source)[i] : 0;
+            for (int i = 0; i < kLaneColumns; ++i) {
+                if (i >= valid) continue;
+                if (is_float(type)) {
+                    reinterpret_cast<uint32_t*>(target)[i] = words[i % kWords];
+                } else {
+                    reinterpret_cast<uint16_t*>(target)[i] =
+                        static_cast<uint16_t>(words[i / 2] >> (i % 2 * 16));
+                }
+            }
+        }
     }
 
     __device__ __forceinline__ void to_floats(float (&x)[kLaneColumns], ResultType type) const {
-        if (is_float(type)) {
-#pragma unroll
-            for (int i = 0; i < kLaneColumns; ++i) x[i] = __uint_as_float(words[i % kWords]);
-            return;
-        }
         const bool half = is_half(type);
 #pragma unroll
-        for (int i = 0; i < kLaneColumns / 2; ++i) {
+        for (int i = 0; i < kLaneColumns; i += 2) {
+            if (is_float(type)) {
+                x[i] = __uint_as_float(words[i % kWords]);
+                x[i + 1] = __uint_as_float(words[(i + 1) % kWords]);
+                continue;
+            }
             const float2 pair =
-                half ? __half22float2(reinterpret_cast<const __half2&>(words[i]))
-                     : __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(words[i]));
-            x[2 * i] = pair.x;
-            x[2 * i + 1] = pair.y;
+                half ? ptx::unpack<__half>(words[i / 2]) : ptx::unpack<__nv_bfloat16>(words[i / 2]);
+            x[i] = pair.x;
+            x[i + 1] = pair.y;
         }
     }
 
     // What to_floats reads.
     __device__ __forceinline__ void set(const float (&x)[kLaneColumns], ResultType type) {
-        if (is_float(type)) {
-#pragma unroll
-            for (int i = 0; i < kLaneColumns; ++i) words[i % kWords] = __float_as_uint(x[i]);
-            return;
-        }
         const bool half = is_half(type);
 #pragma unroll
-        for (int i = 0; i < kLaneColumns / 2; ++i) {
-            if (half) {
-                reinterpret_cast<__half2&>(words[i]) = __floats2half2_rn(x[2 * i], x[2 * i + 1]);
-            } else {
-                reinterpret_cast<__nv_bfloat162&>(words[i]) =
-                    __floats2bfloat162_rn(x[2 * i], x[2 * i + 1]);
-            }
-        }
-    }
-
-    __device__ __forceinline__ void store(char* target, ResultType type, bool whole,
-                                          int valid) const {
-        if constexpr (!kAlike)
-            if (!whole) return store_columns(target, type, valid);
-        auto* x = reinterpret_cast<uint4*>(target);
-        x[0] = reinterpret_cast<const uint4&>(words[0]);
-        if constexpr (!kAlike)
-            if (is_float(type)) x[1] = reinterpret_cast<const uint4&>(words[4]);
-    }
-
-    __device__ __forceinline__ void store_columns(char* target, ResultType type, int valid) const {
-#pragma unroll
         for (int i = 0; i < kLaneColumns; ++i) {
-            if (i >= valid) continue;
             if (is_float(type)) {
-                reinterpret_cast<uint32_t*>(target)[i] = words[i % kWords];
-            } else {
-                reinterpret_cast<uint16_t*>(target)[i] =
-                    static_cast<uint16_t>(words[i / 2] >> (i % 2 * 16));
+                words[i % kWords] = __float_as_uint(x[i]);
+            } else if (i % 2 == 0) {
+                words[i / 2] = half ? ptx::pack<__half>(x[i], x[i + 1])
+                                    : ptx::pack<__nv_bfloat16>(x[i], x[i + 1]);
             }
         }
+    }
+
+ private:
+    __device__ __forceinline__ uint4& four_words(int first) {
+        return reinterpret_cast<uint4&>(words[first % kWords]);
     }
 };
 
@@ -123,6 +112,26 @@ FLASH_HOST_DEVICE constexpr int lanes_per_row(int head_dim) {
     int lanes = 8;
     while (lanes < 32 && lanes * kLaneColumns < head_dim) lanes *= 2;
     return lanes;
+}
+
+// From the lse of parts to their weights; returns the lse of all. A part without any key has no
+// weight: there may be anything in its result.
+template <int kParts>
+__device__ __forceinline__ float weigh(float (&weight)[kParts], bool (&has)[kParts]) {
+    float max = -INFINITY;
+    float sum = 0.f;
+#pragma unroll
+    for (int p = 0; p < kParts; ++p) max = fmaxf(max, weight[p]);
+#pragma unroll
+    for (int p = 0; p < kParts; ++p) {
+        has[p] = weight[p] != -INFINITY;
+        weight[p] = has[p] ? ptx::ex2((weight[p] - max) * kLog2e) : 0.f;
+        sum += weight[p];
+    }
+    const float scale = 1.f / sum;
+#pragma unroll
+    for (int p = 0; p < kParts; ++p) weight[p] *= scale;
+    return max == -INFINITY ? max : max + logf(sum);
 }
 
 // A row of up to kParts parts. All loads are under way before the first one is used.
@@ -144,11 +153,11 @@ __global__ void __launch_bounds__(kSumRowsThreads)
     const auto statistic = [&](const StatisticsView& view, int64_t at) {
         return view.data + batch * view.batch_stride + head * view.head_stride + at;
     };
-    const auto row_of = [&](const ResultView& view, int64_t at) {
+    int column = lane * kLaneColumns;
+    const auto place_of = [&](const ResultView& view, int64_t at) {
         const TensorView& x = view.tensor;
-        return static_cast<char*>(x.data) +
-               (batch * x.batch_stride + at * x.row_stride + head * x.head_stride) *
-                   (Bits::is_float(view.type) ? 4 : 2);
+        const int64_t first = batch * x.batch_stride + at * x.row_stride + head * x.head_stride;
+        return static_cast<char*>(x.data) + (first + column) * (Bits::is_float(view.type) ? 4 : 2);
     };
 
     bool has[kParts];
@@ -160,10 +169,6 @@ __global__ void __launch_bounds__(kSumRowsThreads)
         has[p] = valid && at >= 0 && at < part.rows;  // parts that there are not have no rows
         weight[p] = weighted && has[p] ? *statistic(part.lse, at) : -INFINITY;
     }
-    int column = lane * kLaneColumns;
-    const auto place_of = [&](const ResultView& view, int64_t at) {
-        return row_of(view, at) + column * (Bits::is_float(view.type) ? 4 : 2);
-    };
     Bits bits[kParts];
     const auto load = [&] {
 #pragma unroll
@@ -176,22 +181,7 @@ __global__ void __launch_bounds__(kSumRowsThreads)
     };
     load();
 
-    float max = -INFINITY;
-    float sum = 0.f;
-    if (weighted) {
-#pragma unroll
-        for (int p = 0; p < kParts; ++p) max = fmaxf(max, weight[p]);
-#pragma unroll
-        for (int p = 0; p < kParts; ++p) {
-            has[p] = weight[p] != -INFINITY;  // without any key there may be anything in a result
-            weight[p] = has[p] ? ptx::ex2((weight[p] - max) * kLog2e) : 0.f;
-            sum += weight[p];
-        }
-        const float scale = 1.f / sum;
-#pragma unroll
-        for (int p = 0; p < kParts; ++p) weight[p] *= scale;
-    }
-
+    const float lse = weighted ? weigh(weight, has) : 0.f;
     while (valid && column < params.head_dim) {
         float total[kLaneColumns]{};
 #pragma unroll
@@ -212,8 +202,7 @@ __global__ void __launch_bounds__(kSumRowsThreads)
     }
 
     __syncwarp();  // all lanes of the row have read what may be the same lse
-    if (valid && weighted && lane == 0)
-        *statistic(params.lse, row) = max == -INFINITY ? max : max + logf(sum);
+    if (valid && weighted && lane == 0) *statistic(params.lse, row) = lse;
 }
 
 template <int kParts, class Element>

@@ -27,10 +27,10 @@
 namespace flash_ext {
 
 // The order in which KV tiles add their dQ to a Q tile, in deterministic mode.
-template <class Config>
+template <class Tile>
 struct DQSemaphore {
     const BackwardParams& params;
-    const BackwardTile<Config>& cta;
+    const Tile& cta;
     int kv_tile;
     int head;
     int q_tile;
@@ -38,13 +38,13 @@ struct DQSemaphore {
     // The Q tile's counter of KV tiles that have added their dQ.
     __device__ __forceinline__ int* counter() const {
         return params.dq_semaphore + 1 +
-               workspace_row(params, cta.sequence, head, q_tile * Config::kBlockQ) / kWorkspaceRows;
+               workspace_row(params, cta.sequence, head, q_tile * Tile::kBlockQ) / kWorkspaceRows;
     }
 
     // How many KV tiles see the Q tile and come before this CTA's.
     __device__ __forceinline__ int mine() const {
-        return VisibleTiles::of_queries<false>(cta.mask, tile_interval(q_tile, Config::kBlockQ),
-                                               Config::kBlockKV)
+        return VisibleTiles::of_queries<false>(cta.mask, tile_interval(q_tile, Tile::kBlockQ),
+                                               Tile::kBlockKV)
             .count_before(kv_tile);
     }
 
@@ -62,10 +62,8 @@ struct DQSemaphore {
     }
 };
 
-template <class Config>
-__device__ __forceinline__ void add_dq(const typename Config::DQ& rdQ,
-                                       const DQAccum<Config>& accum) {
-    using Accum = DQAccum<Config>;
+template <class Accum>
+__device__ __forceinline__ void add_dq(const typename Accum::DQ& rdQ, const Accum& accum) {
     accum.for_all([&](int block, int n, typename Accum::Floats& floats) {
         float x[Accum::kFloats];
 #pragma unroll
@@ -74,15 +72,14 @@ __device__ __forceinline__ void add_dq(const typename Config::DQ& rdQ,
     });
 }
 
-template <class Config>
-__global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
+template <class Tile>
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
     fa2_backward_kernel(const __grid_constant__ BackwardParams params) {
-    if (!may_run<Config>()) return __trap();
-    using Tile = BackwardTile<Config>;
+    if (!may_run<Tile>()) return __trap();
     // The wait comes after the matmul of dQ: before it, its branch would prevent the compiler from
     // overlapping that matmul with the previous one. Where that would spill, it comes first.
-    constexpr bool kWaitFirst = Config::kHeadDim == 64 || Config::kHeadDim > 128;
-    auto& storage = shared_storage<typename Config::SharedStorage>();
+    constexpr bool kWaitFirst = Tile::kHeadDim == 64 || Tile::kHeadDim > 128;
+    auto& storage = shared_storage<typename Tile::SharedStorage>();
     int linear = blockIdx.x;
     if (params.deterministic) {
         if (threadIdx.x == 0) storage.work_index = atomicAdd(params.dq_semaphore, 1);
@@ -90,11 +87,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
         linear = ptx::warp_uniform(storage.work_index);
     }
     const WorkTile work = work_tile(linear, params.schedule);  // ascending KV tiles: longest first
-    const auto [sequence, kv_tile] = warp_uniform<true>(tile_of<Config::kMayBeVarlen, Rows::kKeys>(
-        params, work.batch, work.tile_index, Config::kBlockKV));
+    const auto [sequence, kv_tile] = warp_uniform<true>(tile_of<Tile::kMayBeVarlen, Rows::kKeys>(
+        params, work.batch, work.tile_index, Tile::kBlockKV));
     const Tile cta(params, sequence, work.head);
-    const int first_key = kv_tile * Config::kBlockKV;
-    if (Config::kMayBeVarlen && first_key >= sequence.rows_k) return;  // a padding tile
+    const int first_key = kv_tile * Tile::kBlockKV;
+    if (Tile::kMayBeVarlen && first_key >= sequence.rows_k) return;  // a padding tile
     const VisibleTiles q_tiles = cta.q_tiles_seeing(first_key);
     const int group = params.heads_q / params.heads_k;
 
@@ -108,8 +105,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     cta.load_kv(first_key);
     if (!walk.done()) {
         cta.load_q(walk);
-        load_statistics<Config>(cta, walk);
-        if constexpr (Config::kStages == 2) cta.load_do(walk);
+        cta.load_statistics(walk);
+        if constexpr (Tile::kStages == 2) cta.load_do(walk);
     }
     ptx::cp_async_commit();
 
@@ -117,11 +114,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
         ptx::cp_async_wait<0>();
         __syncthreads();  // this Q tile has landed; all warps have left the previous one
         const QTileWalk next = walk.next();
-        if constexpr (Config::kStages == 1) {
+        if constexpr (Tile::kStages == 1) {
             cta.load_do(walk);
         } else if (!next.done()) {
             cta.load_q(next);
-            load_statistics<Config>(cta, next);
+            cta.load_statistics(next);
             cta.load_do(next);
         }
         ptx::cp_async_commit();
@@ -129,7 +126,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
         typename Tile::Scores rP;
         typename Tile::Scores rdS;
         cta.compute_p(rP, walk, first_key);
-        if constexpr (Config::kStages == 1) {
+        if constexpr (Tile::kStages == 1) {
             ptx::cp_async_wait<0>();
             __syncthreads();  // dO has landed
         }
@@ -139,23 +136,23 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
         cta.accumulate_dk(rdK, rdS, walk.stage);
         cta.accumulate_dv(rdV, rP, walk.stage);
 
-        if constexpr (Tile::kInRegisters || Config::kStages == 1)
+        if constexpr (Tile::kInRegisters || Tile::kStages == 1)
             __syncthreads();  // dS^T is complete; all warps have left Q
-        if constexpr (Config::kStages == 1) {
+        if constexpr (Tile::kStages == 1) {
             if (!next.done()) {
                 cta.load_q(next);
-                load_statistics<Config>(cta, next);
+                cta.load_statistics(next);
             }
             ptx::cp_async_commit();
         }
-        const DQSemaphore<Config> dq_semaphore{params, cta, kv_tile, walk.head, walk.q_tile()};
+        const DQSemaphore<Tile> dq_semaphore{params, cta, kv_tile, walk.head, walk.q_tile()};
         if (kWaitFirst && params.deterministic) dq_semaphore.wait();
-        compile_time_for<Config::kDQSlices>([&](auto slice) {
-            typename Config::DQ rdQ;
+        compile_time_for<Tile::kDQSlices>([&](auto slice) {
+            typename Tile::DQ rdQ;
             cta.template compute_dq<slice>(rdQ);
             if (!kWaitFirst && params.deterministic) dq_semaphore.wait();
-            const DQAccum<Config> accum(params, cta.sequence, walk.head, walk.q_tile(), slice);
-            add_dq<Config>(rdQ, accum);
+            const DQAccum<Tile> accum(params, cta.sequence, walk.head, walk.q_tile(), slice);
+            add_dq(rdQ, accum);
         });
         if (params.deterministic) dq_semaphore.end();
         walk = next;
@@ -167,42 +164,41 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
 }
 
 template <class Element, int kHeadDim, int kHeadDimV, OptionSet kOptions, bool kLessMemory>
-using Fa2BackwardConfig =
-    BackwardConfig<Element, kHeadDim, kHeadDimV, kOptions,
-                   tuning::fa2_backward({kHeadDim, kHeadDimV}, kOptions, kLessMemory)>;
+using Fa2BackwardTile =
+    BackwardTile<Element, kHeadDim, kHeadDimV, kOptions,
+                 tuning::fa2_backward({kHeadDim, kHeadDimV}, kOptions, kLessMemory)>;
 
 template <int kHeadDim, int kHeadDimV>
-int fa2_backward_shared_bytes() {
+int Fa2<kHeadDim, kHeadDimV>::backward_shared_bytes() {
     constexpr OptionSets kSets = row_of(tuning::kFa2Backward, {kHeadDim, kHeadDimV}).options;
     return largest_of<kSets>([](auto options) {
-        return Fa2BackwardConfig<__half, kHeadDim, kHeadDimV, options.value, true>::kSharedBytes;
+        return Fa2BackwardTile<__half, kHeadDim, kHeadDimV, options.value, true>::kSharedBytes;
     });
 }
 
-template <class Config>
+template <class Tile>
 cudaError_t launch_fa2_backward(const BackwardParams& params, cudaStream_t stream) {
     cudaError_t status = backward_preprocess(params, kPreprocessRows, stream);
     if (status == cudaSuccess)
-        status = launch_kernel<fa2_backward_kernel<Config>>(
-            cta_count(params.schedule), Config::kThreads, Config::kSharedBytes, params, stream);
-    if (status == cudaSuccess) status = postprocess_dq<DQTile<Config>>(params, stream);
+        status = launch_kernel<fa2_backward_kernel<Tile>>(
+            cta_count(params.schedule), Tile::kThreads, Tile::kSharedBytes, params, stream);
+    if (status == cudaSuccess) status = postprocess_dq<DQTile<Tile>>(params, stream);
     return status;
 }
 
 template <int kHeadDim, int kHeadDimV>
-cudaError_t fa2_backward(const BackwardParams& params, const BackwardKernel& kernel,
-                         cudaStream_t stream) {
+cudaError_t Fa2<kHeadDim, kHeadDimV>::backward(const BackwardParams& params,
+                                               const BackwardKernel& kernel, cudaStream_t stream) {
     constexpr tuning::Fa2Backward kRow = row_of(tuning::kFa2Backward, {kHeadDim, kHeadDimV});
     static_assert(kRow.plain.block_q % kRow.small_plain.block_q == 0);  // plan_mma_backward()
     return dispatch_kernel<kRow.options>(params, kernel, [&](auto element, auto options) {
-        using Large =
-            Fa2BackwardConfig<decltype(element), kHeadDim, kHeadDimV, options.value, false>;
-        using Small =
-            Fa2BackwardConfig<decltype(element), kHeadDim, kHeadDimV, options.value, true>;
+        using Large = Fa2BackwardTile<decltype(element), kHeadDim, kHeadDimV, options.value, false>;
+        using Small = Fa2BackwardTile<decltype(element), kHeadDim, kHeadDimV, options.value, true>;
         static_assert(Large::kBlockKV == Small::kBlockKV &&
                       Large::kCtasPerSm == Small::kCtasPerSm);  // the plan has one schedule
-        return launch_fitting<Large, Small>(
-            [&](auto config) { return launch_fa2_backward<decltype(config)>(params, stream); });
+        return launch_fitting<Large, Small>(kernel.gpu, [&](auto tile) {
+            return launch_fa2_backward<typename decltype(tile)::type>(params, stream);
+        });
     });
 }
 

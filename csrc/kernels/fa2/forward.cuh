@@ -43,23 +43,17 @@
 #include "schedule/split_kv.cuh"
 #include "schedule/tile_numbers.cuh"
 #include "schedule/tile_order.cuh"
-#include "tile/any_half.cuh"
 #include "tile/copy.cuh"
-#include "tile/cp_async_pipeline.cuh"
 #include "tile/gemm.cuh"
+#include "tile/pipeline.cuh"
 
 namespace flash_ext {
 
-template <class Element_, int kHeadDim_, int kHeadDimV_, OptionSet kOptions_,
-          tuning::Forward kTuning>
-struct ForwardConfig {
-    using Element = Element_;
-    static constexpr OptionSet kOptions = kOptions_;
-    static constexpr bool kGeneral = changes_scores(kOptions);
+template <class Element, int kHeadDim, int kHeadDimV, OptionSet kOptions, tuning::Forward kTuning>
+struct Fa2Forward {
     static constexpr bool kMayBeVarlen = contains(kOptions, OptionSet::kVarlen);
+    static constexpr bool kUnaligned = contains(kOptions, OptionSet::kUnaligned);
     static constexpr bool kMayHaveSplits = contains(kOptions, OptionSet::kSplits);
-    static constexpr int kHeadDim = kHeadDim_;
-    static constexpr int kHeadDimV = kHeadDimV_;
     static constexpr int kRowsPerWarp = kTuning.rows_per_warp;
     static constexpr int kThreads = kTuning.warps * 32;
     static constexpr int kBlockQ = kTuning.warps * kRowsPerWarp;
@@ -72,11 +66,12 @@ struct ForwardConfig {
     using VTile = SharedTile<Element, kBlockKV, kHeadDimV>;
     using OTile = SharedTile<Element, kBlockQ, kHeadDimV>;  // is stored through Q's memory
     // The loop loads one stage ahead.
-    using KVPipeline = CpAsyncPipeline<2, KTile::kBytes + VTile::kBytes, kThreads>;
+    using KVPipeline = Pipeline<2, KTile::kBytes + VTile::kBytes>;
 
     struct SharedStorage {
         char q_o[max_of(QTile::kBytes, OTile::kBytes)];
-        typename KVPipeline::Storage kv;
+        typename KVPipeline::Stages kv;
+        typename KVPipeline::Barriers kv_barriers;
         TileCoord tile_coord;
     };
     static constexpr int kSharedBytes = sizeof(SharedStorage);
@@ -89,23 +84,11 @@ struct ForwardConfig {
 
     static_assert(kBlockKV % 16 == 0 && kRowsPerWarp % 16 == 0);
     static_assert(kBlockQ == tuning::kForwardBlockQ);
-};
 
-template <class Config>
-struct Fa2Forward {
-    using Element = typename Config::Element;
-    using QTile = typename Config::QTile;
-    using KTile = typename Config::KTile;
-    using VTile = typename Config::VTile;
-    using OTile = typename Config::OTile;
-    using SharedStorage = typename Config::SharedStorage;
-    using KVPipeline = typename Config::KVPipeline;
-    using Scores = RegisterTile<Config::kRowsPerWarp, Config::kBlockKV>;
-    using Output = RegisterTile<Config::kRowsPerWarp, Config::kHeadDimV>;
-    using Softmax = OnlineSoftmax<Config::kRowsPerWarp>;
-    using QOperand = ACached<AFromRows<QTile>, Config::kRowsPerWarp, Config::kQRegisterCols>;
-    static constexpr bool kGeneral = Config::kGeneral;
-    static constexpr bool kUnaligned = contains(Config::kOptions, OptionSet::kUnaligned);
+    using Scores = RegisterTile<kRowsPerWarp, kBlockKV>;
+    using Output = RegisterTile<kRowsPerWarp, kHeadDimV>;
+    using Softmax = OnlineSoftmax<kRowsPerWarp>;
+    using QOperand = ACached<AFromRows<QTile>, kRowsPerWarp, kQRegisterCols>;
 
     const ForwardParams& params;
     int head;
@@ -115,8 +98,8 @@ struct Fa2Forward {
     int warp_row;     // the warp's first row within the Q tile
     uint32_t sQ;
     KVPipeline pipeline;
-    TileCursor<KTile, Config::kThreads, kUnaligned, Element> k_cursor;
-    TileCursor<VTile, Config::kThreads, kUnaligned, Element> v_cursor;
+    TileCursor<KTile, kThreads, kUnaligned, Element> k_cursor;
+    TileCursor<VTile, kThreads, kUnaligned, Element> v_cursor;
 
     __device__ __forceinline__ Fa2Forward(const ForwardParams& p, const TileCoord& tile_coord)
         : params(p),
@@ -124,9 +107,9 @@ struct Fa2Forward {
           sequence(tile_coord.sequence),
           mask(mask_of(p, sequence)),
           first_query(tile_coord.first_row),
-          warp_row(warp_id() * Config::kRowsPerWarp),
+          warp_row(warp_id() * kRowsPerWarp),
           sQ(ptx::shared_address(dynamic_shared())),
-          pipeline{sQ + static_cast<uint32_t>(offsetof(SharedStorage, kv))} {}
+          pipeline(storage().kv, storage().kv_barriers) {}
 
     static __device__ __forceinline__ SharedStorage& storage() {
         return shared_storage<SharedStorage>();
@@ -138,11 +121,10 @@ struct Fa2Forward {
                                                               int linear) {
         WorkTile work = work_tile(linear, params.schedule);
         if (has_splits(params)) work.tile_index /= params.num_splits;
-        const auto [sequence, tile] =
-            warp_uniform<Config::kMayBeVarlen>(tile_of<Config::kMayBeVarlen, Rows::kQueries>(
-                params, work.batch, work.tile_index, Config::kBlockQ));
-        const int last = ceil_div(sequence.seqlen_q, Config::kBlockQ) - 1;
-        return {sequence, work.head, (last - tile) * Config::kBlockQ};
+        const auto [sequence, tile] = warp_uniform<kMayBeVarlen>(
+            tile_of<kMayBeVarlen, Rows::kQueries>(params, work.batch, work.tile_index, kBlockQ));
+        const int last = ceil_div(sequence.seqlen_q, kBlockQ) - 1;
+        return {sequence, work.head, (last - tile) * kBlockQ};
     }
 
     // The same CTA, from its tile coordinates in shared memory.
@@ -151,7 +133,7 @@ struct Fa2Forward {
     }
 
     static __device__ __forceinline__ bool has_splits(const ForwardParams& params) {
-        return Config::kMayHaveSplits && params.num_splits > 1;
+        return kMayHaveSplits && params.num_splits > 1;
     }
 
     // The split of the keys that this CTA takes. Recomputed where it is needed: stored, it would
@@ -166,8 +148,8 @@ struct Fa2Forward {
 
     // The KV tiles that the CTA takes.
     __device__ __forceinline__ VisibleTiles kv_tiles() const {
-        const VisibleTiles seen = VisibleTiles::of_queries(
-            mask, {first_query, first_query + Config::kBlockQ}, Config::kBlockKV);
+        const VisibleTiles seen =
+            VisibleTiles::of_queries(mask, {first_query, first_query + kBlockQ}, kBlockKV);
         return has_splits(params) ? split_of(seen, split(), params.num_splits) : seen;
     }
 
@@ -175,15 +157,18 @@ struct Fa2Forward {
         const auto gQ =
             global_tile<const Element>(params.q, sequence.batch, sequence.q_begin + first_query,
                                        head, sequence.seqlen_q - first_query, params.head_dim);
-        load_tile<QTile, Config::kThreads, kUnaligned>(sQ, gQ, params.aligned);
+        load_tile<QTile, kThreads, kUnaligned>(sQ, gQ, params.aligned);
     }
 
     // From here on, each load_k or load_v loads the tile of the index before the last one.
     __device__ __forceinline__ void start_kv(int kv_tile) {
         const KeyRows keys = key_rows(params, sequence);
-        const int first_key = kv_tile * Config::kBlockKV;
+        const int first_key = kv_tile * kBlockKV;
         k_cursor.start(keys.tile<Element>(params.k, head_k(), first_key, 0));
         v_cursor.start(keys.tile<Element>(params.v, head_k(), first_key, 0));
+    }
+    static __device__ __forceinline__ auto in_iteration(uint32_t i) {
+        return KVPipeline::State::in_iteration(i);
     }
     // Into a stage of the pipeline; kAllRows as for TileCursor::load.
     template <bool kAllRows>
@@ -198,13 +183,17 @@ struct Fa2Forward {
     __device__ __forceinline__ void load(Cursor& cursor, uint32_t shared, const TensorView& view,
                                          int cols, const VisibleTiles& kv_tiles, int i) const {
         const KeyRows keys = key_rows(params, sequence);
-        const int first_key = kv_tiles.tile(i) * Config::kBlockKV;
-        const int next_key = first_key - kv_tiles.distance(i) * Config::kBlockKV;
+        const int first_key = kv_tiles.tile(i) * kBlockKV;
+        const int next_key = first_key - kv_tiles.distance(i) * kBlockKV;
         cursor.template load<kAllRows>(shared, view.row_stride, keys.rows - first_key, cols,
                                        params.aligned, keys.step(view, first_key, next_key));
     }
     __device__ __forceinline__ void commit(uint32_t stage) const {
-        pipeline.producer_commit(stage, !kUnaligned || params.aligned);
+        if (!kUnaligned || params.aligned) {
+            pipeline.producer_commit_after_cp_async(in_iteration(stage));
+        } else {
+            pipeline.producer_commit(in_iteration(stage));
+        }
     }
 
     // S = Q K^T, masked.
@@ -212,51 +201,33 @@ struct Fa2Forward {
                                           const VisibleTiles& kv_tiles, int i,
                                           uint32_t stage) const {
         rS.clear();
-        gemm<Element, Config::kHeadDim>(rS, q, BFromRows<KTile>(sK(stage)), params.element_type);
-        pipeline.consumer_release(stage);
+        gemm<Element, kHeadDim>(rS, q, BFromRows<KTile>(sK(stage)));
+        pipeline.consumer_release(in_iteration(stage));
 
         const Fa2Forward cta = in_loop();
-        const Interval queries{cta.first_query, cta.first_query + Config::kBlockQ};
-        const Interval keys = tile_interval(kv_tiles.tile(i), Config::kBlockKV);
+        const Interval queries{cta.first_query, cta.first_query + kBlockQ};
+        const Interval keys = tile_interval(kv_tiles.tile(i), kBlockKV);
         const int first_row = cta.first_query + warp_row;
-        if constexpr (kGeneral)
-            ScoreFunction<Element, Rows::kQueries, Config::kOptions>{params, cta.sequence, cta.head}
-                .apply(rS, first_row, keys.begin);
+        if constexpr (changes_scores(kOptions))
+            ScoreFunction<Element, Rows::kQueries, kOptions>{params, cta.sequence, cta.head}.apply(
+                rS, first_row, keys.begin);
         if (!kv_tiles.is_full(i, cta.mask, queries, keys)) {
             mask_scores(rS, keys.begin,
                         [&](int row) { return cta.mask.key_range(first_row + row); });
         }
     }
 
-    // A kernel that changes scores scales them before it masks them; the others in the exponent.
-    __device__ __forceinline__ auto exponent_scale() const {
-        if constexpr (kGeneral) {
-            return Unscaled{};
-        } else {
-            return params.scale_log2;
-        }
-    }
-
     // S becomes P.
     __device__ __forceinline__ void exponentiate(Scores& rS, Output& rO, Softmax& softmax,
                                                  int kv_tile) const {
-        softmax.update(rS, rO, exponent_scale());
-        if constexpr (contains(Config::kOptions, OptionSet::kDropout)) {
-            if (params.rng_state != nullptr) {
-                for_each_keep<Scores>(dropout_mask(params, sequence, head), first_query + warp_row,
-                                      kv_tile * Config::kBlockKV,
-                                      [&](int m, int n, int i, bool keep) {
-                                          float& x = rS.v[m][n][i];
-                                          x = keep ? x * params.p_factor : 0.f;
-                                      });
-            }
-        }
+        softmax.update(rS, rO, exponent_scale<kOptions>(params));
+        drop<kOptions>(rS, params, sequence, head, first_query + warp_row, kv_tile * kBlockKV);
     }
 
     // O += P V.
     __device__ __forceinline__ void accumulate(Output& rO, const Scores& rP, uint32_t stage) const {
-        gemm<Element, Config::kBlockKV>(rO, AFromRegisters<Element, Scores>{rP},
-                                        BFromColumns<VTile>(sV(stage)), params.element_type);
+        gemm<Element, kBlockKV>(rO, AFromRegisters<Element, Scores>{rP},
+                                BFromColumns<VTile>(sV(stage)));
     }
 
     // O / l to HBM, through the warp's own rows of the Q tile, and the logsumexp; or those of a
@@ -273,8 +244,7 @@ struct Fa2Forward {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 float factor = softmax.inverse_sum(m, i);
-                if constexpr (contains(Config::kOptions, OptionSet::kDropout))
-                    factor *= params.late_factor;
+                if constexpr (contains(kOptions, OptionSet::kDropout)) factor *= params.late_factor;
 #pragma unroll
                 for (int n = 0; n < Output::kN; ++n) {
                     rO.v[m][n][2 * i] *= factor;
@@ -298,44 +268,45 @@ struct Fa2Forward {
             return;
         }
         __syncwarp();  // the warp has read its rows of Q
-        store_to_shared<Element, OTile>(sQ, rO, warp_row, 0, params.element_type);
+        store_to_shared<Element, OTile>(sQ, rO, warp_row, 0);
         __syncwarp();  // O's rows are complete
         const auto gO =
             global_tile<Element>(params.out, sequence.batch, sequence.q_begin + first_row, head,
                                  sequence.seqlen_q - first_row, params.head_dim_v);
-        store_tile<OTile, 32, Config::kRowsPerWarp, kUnaligned>(gO, sQ, warp_row, params.aligned);
+        store_tile<OTile, 32, kRowsPerWarp, kUnaligned>(gO, sQ, warp_row, params.aligned);
     }
 
  private:
     // This CTA, with values that depend on its tile coordinates recomputed: otherwise these would
     // stay in registers over the loop.
     __device__ __forceinline__ Fa2Forward in_loop() const {
-        if constexpr (Config::kTileCoordInLoop) return from_shared(params);
+        if constexpr (kTileCoordInLoop) return from_shared(params);
         Fa2Forward cta = *this;
         cta.mask.seqlen_k = ptx::not_hoisted(mask.seqlen_k);
         return cta;
     }
 
-    __device__ __forceinline__ uint32_t sV(uint32_t stage) const { return pipeline.stage(stage); }
+    __device__ __forceinline__ uint32_t sV(uint32_t stage) const {
+        return pipeline.stage(in_iteration(stage));
+    }
     __device__ __forceinline__ uint32_t sK(uint32_t stage) const {
-        return pipeline.stage(stage) + VTile::kBytes;
+        return sV(stage) + VTile::kBytes;
     }
 };
 
-template <class Config>
-__global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
+template <class Kernel>
+__global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerSm)
     fa2_forward_kernel(const __grid_constant__ ForwardParams params) {
-    if (!may_run<Config>()) return __trap();
-    using Kernel = Fa2Forward<Config>;
+    if (!may_run<Kernel>()) return __trap();
     const TileCoord tile_coord = Kernel::tile_coord_of(params, blockIdx.x);
     Kernel cta(params, tile_coord);
-    if (Config::kMayBeVarlen && cta.first_query < 0) return;  // a padding tile
+    if (Kernel::kMayBeVarlen && cta.first_query < 0) return;  // a padding tile
 
     const VisibleTiles kv_tiles = cta.kv_tiles();
     const int last = kv_tiles.end - 1;
 
     if (threadIdx.x == 0) {
-        cta.pipeline.init();
+        cta.pipeline.init(Kernel::kThreads, Kernel::kThreads);
         cta.storage().tile_coord = tile_coord;
     }
     __syncthreads();  // the pipeline's barriers and the tile coordinates are written
@@ -347,7 +318,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
         cta.template load_v<false>(kv_tiles, last, 1);
         if (last > kv_tiles.begin) cta.template load_k<true>(kv_tiles, last - 1, 1);
         cta.commit(1);
-        cta.pipeline.consumer_wait(0);
+        cta.pipeline.consumer_wait({});
     } else {
         ptx::cp_async_commit();
         ptx::cp_async_wait<0>();
@@ -360,7 +331,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     typename Kernel::Softmax softmax;
     if (params.sink != nullptr && cta.split() == 0 && cta.sequence.is_owned(params))
         softmax.begin_with(params.sink[cta.head] * kLog2e);
-    typename Kernel::QOperand q(AFromRows<typename Config::QTile>(cta.sQ, cta.warp_row));
+    typename Kernel::QOperand q(AFromRows<typename Kernel::QTile>(cta.sQ, cta.warp_row));
     q.fetch();
 
     uint32_t stage = 0;  // has K of the iteration; the next one has V
@@ -368,10 +339,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
         typename Kernel::Scores rS;
         cta.score(rS, q, kv_tiles, i, stage);
         cta.exponentiate(rS, rO, softmax, kv_tiles.tile(i));
-        cta.pipeline.consumer_wait(stage + 1);
+        cta.pipeline.consumer_wait(cta.in_iteration(stage + 1));
         cta.accumulate(rO, rS, stage + 1);
         if (i > kv_tiles.begin) {
-            cta.pipeline.producer_acquire(stage + 2);
+            cta.pipeline.producer_acquire(cta.in_iteration(stage + 2));
             cta.template load_v<true>(kv_tiles, i - 1, stage + 2);
             if (i - 1 > kv_tiles.begin) cta.template load_k<true>(kv_tiles, i - 2, stage + 2);
             cta.commit(stage + 2);
@@ -383,32 +354,30 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
 }
 
 template <class Element, int kHeadDim, int kHeadDimV, OptionSet kOptions, bool kLessMemory>
-using Fa2ForwardConfig =
-    ForwardConfig<Element, kHeadDim, kHeadDimV, kOptions,
-                  tuning::fa2_forward({kHeadDim, kHeadDimV}, kOptions, kLessMemory)>;
+using Fa2ForwardOf = Fa2Forward<Element, kHeadDim, kHeadDimV, kOptions,
+                                tuning::fa2_forward({kHeadDim, kHeadDimV}, kOptions, kLessMemory)>;
 
 template <int kHeadDim, int kHeadDimV>
-int fa2_forward_shared_bytes() {
+int Fa2<kHeadDim, kHeadDimV>::forward_shared_bytes() {
     constexpr OptionSets kSets = row_of(tuning::kFa2Forward, {kHeadDim, kHeadDimV}).options;
     return largest_of<kSets>([](auto options) {
-        return Fa2ForwardConfig<__half, kHeadDim, kHeadDimV, options.value, true>::kSharedBytes;
+        return Fa2ForwardOf<__half, kHeadDim, kHeadDimV, options.value, true>::kSharedBytes;
     });
 }
 
 template <int kHeadDim, int kHeadDimV>
-cudaError_t fa2_forward(const ForwardParams& params, const ForwardKernel& kernel,
-                        cudaStream_t stream) {
+cudaError_t Fa2<kHeadDim, kHeadDimV>::forward(const ForwardParams& params,
+                                              const ForwardKernel& kernel, cudaStream_t stream) {
     constexpr OptionSets kSets = row_of(tuning::kFa2Forward, {kHeadDim, kHeadDimV}).options;
-    return dispatch_kernel<kSets>(params, kernel, [&](auto given, auto options) {
-        // One kernel serves both types: calls with options are rare, and its branches cheap.
-        using Element = std::conditional_t<changes_scores(options.value), AnyHalf, decltype(given)>;
-        using Large = Fa2ForwardConfig<Element, kHeadDim, kHeadDimV, options.value, false>;
-        using Small = Fa2ForwardConfig<Element, kHeadDim, kHeadDimV, options.value, true>;
+    return dispatch_kernel<kSets>(params, kernel, [&](auto element, auto options) {
+        using Element = decltype(element);
+        using Large = Fa2ForwardOf<Element, kHeadDim, kHeadDimV, options.value, false>;
+        using Small = Fa2ForwardOf<Element, kHeadDim, kHeadDimV, options.value, true>;
         static_assert(Large::kCtasPerSm == Small::kCtasPerSm);  // the plan has one schedule
-        return launch_fitting<Large, Small>([&](auto config) {
-            using Config = decltype(config);
-            return launch_kernel<fa2_forward_kernel<Config>>(
-                cta_count(params.schedule), Config::kThreads, Config::kSharedBytes, params, stream);
+        return launch_fitting<Large, Small>(kernel.gpu, [&](auto chosen) {
+            using Kernel = typename decltype(chosen)::type;
+            return launch_kernel<fa2_forward_kernel<Kernel>>(
+                cta_count(params.schedule), Kernel::kThreads, Kernel::kSharedBytes, params, stream);
         });
     });
 }

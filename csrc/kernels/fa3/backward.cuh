@@ -136,7 +136,7 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
         Operand& rdS;
         GradientK& rdK;
         GradientV& rdV;
-        DQ& rdQ;  // in the registers that tuning's dq_registers names
+        DQ& rdQ;  // in the registers of S, if dq_takes_scores
 
         WorkTileState tile{};
         PipelineState<1> kv{};                     // of K and V
@@ -155,8 +155,8 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
     struct Operands {
         const Fa3Backward& cta;
         int consumer = cta.consumer;
-        KMajorBy32Bits<KTile> k_rows{cta.k_pipeline.stages, consumer * 64};
-        KMajorBy32Bits<VTile> v_rows{cta.v_pipeline.stages, consumer * 64};
+        KMajor<KTile> k_rows{cta.k_pipeline.stages, consumer * 64};
+        KMajor<VTile> v_rows{cta.v_pipeline.stages, consumer * 64};
         KMajorBy32Bits<QTile> q_rows{cta.q_pipeline.stages};
         KMajorBy32Bits<DOTile> do_rows{cta.do_pipeline.stages};
         MNMajor<QTile> q_columns{cta.q_pipeline.stages};
@@ -204,7 +204,7 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
         if constexpr (kTuning.hold_ds) {
             gemm_async<Element, kBlockQ>(s.rdK, s.rdS, q_columns, s.accumulate);
         } else {
-            ptx::barrier_sync(kDSStored + consumer, 128);  // its dS is complete
+            ptx::barrier_sync(kDSStoredBarrier + consumer, 128);  // its dS is complete
             gemm_async<Element, kBlockQ>(s.rdK, in_stage<DSTile::kBytes>(x.ds_rows, s.ds),
                                          q_columns, s.accumulate);
         }
@@ -264,20 +264,15 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
 
     // This consumer's half of dQ, to shared memory; then the producer adds it. `stored`: is there
     // any?
-    __device__ __forceinline__ void store_dq(const State& s, bool exists = true) const {
+    __device__ __forceinline__ void store_dq(const State& s) const {
         dq_pipeline(consumer).producer_acquire(s.dq);
-        if (exists) DQTile::store(storage.dq[consumer].bytes[s.dq.stage], s.rdQ, consumer);
+        DQTile::store(storage.dq[consumer].bytes[s.dq.stage], s.rdQ, consumer);
     }
     __device__ __forceinline__ void commit_dq(State& s, bool stored = true) const {
         ptx::fence_proxy_async();
         __syncwarp();
         if (elected && stored) dq_pipeline(consumer).producer_commit(s.dq);
         if (stored) s.dq.advance();
-    }
-    // dQ of the iteration before, of which the first has none.
-    __device__ __forceinline__ void store_late_dq(State& s) const {
-        if (kTuning.late_dq()) store_dq(s, s.accumulate);
-        commit_dq(s, s.accumulate);
     }
 
     // Both consumers wait until both have written dS and completed the dQ of the iteration before.
@@ -320,7 +315,7 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
         Order::wait(consumer);
         issue_s(s, x);
         issue_dv_dk(s, x);
-        if (kTuning.late_fences()) store_late_dq(s);
+        if (kTuning.late_fences()) commit_dq(s, s.accumulate);
         s.accumulate = true;
         finish_dv_dk(s);
         warpgroup_fence(s.rS);
@@ -337,7 +332,7 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
         finish(s.rdQ);
         next_ds(s);
         commit_ds(s);
-        if (!kTuning.late_dq()) store_dq(s);
+        store_dq(s);
         if (!kTuning.late_fences()) commit_dq(s);
     }
 
@@ -346,7 +341,7 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
                                                 const KeyTile& tile) const {
         v_pipeline.consumer_release(s.kv);
         issue_dv_dk(s, x);
-        if (kTuning.late_fences()) store_late_dq(s);
+        if (kTuning.late_fences()) commit_dq(s, s.accumulate);
         wait_ds(s);
         issue_dq(s, x);
         finish_dv_dk(s);
@@ -382,9 +377,7 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
         GradientK rdK;
         GradientV rdV;
         DQ own_rdQ;
-        DQ& rdQ = kTuning.dq_registers == tuning::kOfS    ? reinterpret_cast<DQ&>(rS)
-                  : kTuning.dq_registers == tuning::kOfDP ? reinterpret_cast<DQ&>(rdP)
-                                                          : own_rdQ;
+        DQ& rdQ = kTuning.dq_takes_scores ? reinterpret_cast<DQ&>(rS) : own_rdQ;
         State s{rS, rdP, rP, rdS, rdK, rdV, rdQ};
         // Ping-pong: a consumer starts its iteration after the other has started dP.
         if (consumer == 1) Order::signal_next(consumer);  // consumer 0 starts
@@ -417,7 +410,7 @@ cudaError_t launch_fa3_backward(const BackwardParams& call, const BackwardKernel
     cudaError_t status = params.encode<Kernel>();
     if (status == cudaSuccess) status = backward_preprocess(params, Kernel::kBlockQ, stream);
     if (status == cudaSuccess)
-        status = launch_fa3<Kernel>(params, cta_count(params.schedule), kernel.sms, stream,
+        status = launch_fa3<Kernel>(params, cta_count(params.schedule), kernel.gpu.sms, stream,
                                     {.pdl = true});
     if (status == cudaSuccess)
         status = postprocess_dq<typename Kernel::DQTile>(params, stream, {.pdl = true});

@@ -7,8 +7,6 @@
 #include "kernels/fa3/work_tiles.cuh"
 #include "plan/workspace_rows.cuh"
 #include "problem/score.cuh"
-#include "problem/sequences.cuh"
-#include "tile/tensor_map.cuh"
 #include "tile/wgmma.cuh"
 
 namespace flash_ext {

@@ -4,8 +4,7 @@
 // adding dQ in HBM would take longer than the matmuls: 4 D bytes for every 64 keys and query. So dQ
 // has a kernel of its own. Where there is a workspace for dS, this kernel stores dS there, and dQ
 // is one matmul (backward_dq_gemm.cuh). Otherwise S and dP are computed again (backward_dq.cuh):
-// seven matmuls instead of five. In both cases nothing is summed in HBM, so results do not depend
-// on the order of tiles.
+// seven matmuls instead of five. In both cases nothing is summed in HBM: results are deterministic.
 //
 // The grid has at most one CTA per SM. Each CTA fetches KV tiles of 64 keys until none is left; its
 // inner loop goes over the Q tiles that see the KV tile, for each query head of the group.
@@ -31,24 +30,20 @@
 // pipelines of P^T and of work tiles (KeyTile).
 //
 //   barrier             arrivals per phase                   who waits
-//   full(pool, K, V)    1: its producer; and TMA's bytes     the consumers that use it, before the
-//                                                            matmul
-//   empty(pool)         256: each consumer thread, when its  its producer, before the next load
-//                       matmuls and arithmetic that read it
-//                       are complete
+//   full(pool, K, V)    1: its producer; and TMA's bytes     consumers, before the matmul
+//   empty(pool)         256: each consumer thread, after     its producer, before the next load
+//                       all that reads it
 //   empty(K)            4: each warp of consumer dV, after   producer of K and V
 //                       the last S of the tile
 //   empty(V)            4: each warp of consumer dK, after   producer of K and V
 //                       the last dP of the tile
 //   full(work tiles)    1: producer of KV tiles              other producers, consumers
 //   empty(work tiles)   2: other producers; 8: each          producer of KV tiles, before it
-//                       consumer warp. When they have        describes another tile
-//                       finished the tile
+//                       consumer warp, after the tile        describes another
 //   fetch               1: producer of Q and dO, before the  producer of KV tiles, before it
 //                       last loads of a tile                 fetches the next
 //   full(P)             128: each thread of consumer dV      consumer dK, before dS
-//   empty(P)            128: each thread of consumer dK      consumer dV, before it writes to the
-//                                                            stage
+//   empty(P)            128: each thread of consumer dK      consumer dV, before it stores a P
 //   ping-pong (named)   128: the other consumer, when its    a consumer (its 128 threads count
 //                       matmuls are started                  too), before it starts its own
 #pragma once
@@ -58,12 +53,6 @@
 #include "kernels/fa3/backward_common.cuh"
 #include "kernels/fa3/cta.cuh"
 #include "plan/ds_workspace.cuh"
-#include "plan/tuning.h"
-#include "ptx/grid_dependency.cuh"
-#include "ptx/shared.cuh"
-#include "schedule/dynamic_persistent_scheduler.cuh"
-#include "schedule/tile_order.cuh"
-#include "tile/tma_load.cuh"
 
 namespace flash_ext {
 
@@ -72,8 +61,13 @@ namespace flash_ext {
 // every other pass through the pairs Q and dO exchange their stages.
 template <int kPairs>
 struct PoolState : PipelineState<kPairs> {
-    __device__ __forceinline__ uint32_t q() const { return 2 * this->stage + this->phase; }
-    __device__ __forceinline__ uint32_t dout() const { return 2 * this->stage + (this->phase ^ 1); }
+    using Stage = PipelineState<2 * kPairs>;  // of the pool
+    __device__ __forceinline__ Stage q() const {
+        return {2 * this->stage + this->phase, this->phase};
+    }
+    __device__ __forceinline__ Stage dout() const {
+        return {2 * this->stage + (this->phase ^ 1), this->phase};
+    }
 };
 
 // A tile of dS^T: 64 keys, 64 queries.
@@ -122,10 +116,9 @@ struct Fa3BackwardDKDV : Fa3Cta<Fa3BackwardWideParams, KeyTile> {
     using PPipeline = Pipeline<2, kBlockKV * kBlockQ * 4>;  // from consumer dV to consumer dK
     using PState = typename PPipeline::State;
     using IterationState = PoolState<kPairs>;
+    using PoolStage = typename Pool::State;
     using Scores = RegisterTile<16, kBlockQ>;
     using Operand = RegisterOperand<kBlockQ>;
-    using GradientK = RegisterTile<16, kHeadDim>;
-    using GradientV = RegisterTile<16, kHeadDimV>;
     using Order = PingPong<kConsumers>;
 
     struct SharedStorage {
@@ -203,10 +196,10 @@ struct Fa3BackwardDKDV : Fa3Cta<Fa3BackwardWideParams, KeyTile> {
                     if (left == 0 && i == tile.q_tiles.end - 1) work_tiles.allow_fetch();
                     const int row = tile.q_tiles.tile(i) * kBlockQ;
                     const int stored = stored_rows<kBlockQ>(s, row);
-                    load<QTile>(at.q(), at.phase, params.q_map, q_rows, row, params.lse_log2,
-                                statistics, stored);
-                    load<DOTile>(at.dout(), at.phase, params.do_map, do_rows, row,
-                                 params.minus_delta, statistics, stored);
+                    load<QTile>(at.q(), params.q_map, q_rows, row, params.lse_log2, statistics,
+                                stored);
+                    load<DOTile>(at.dout(), params.do_map, do_rows, row, params.minus_delta,
+                                 statistics, stored);
                     at.advance();
                 }
             }
@@ -215,11 +208,11 @@ struct Fa3BackwardDKDV : Fa3Cta<Fa3BackwardWideParams, KeyTile> {
 
     // A Q or dO tile and its lse or delta.
     template <class Tile>
-    __device__ __forceinline__ void load(uint32_t stage, uint32_t phase, const CUtensorMap& map,
+    __device__ __forceinline__ void load(const PoolStage& at, const CUtensorMap& map,
                                          const TensorRows& rows, int first_row, const float* source,
                                          int64_t workspace, int stored) const {
-        load_tile<Tile>(pool, {stage, phase}, map, rows, first_row, [&] {
-            return RowStatisticsLoad<float, kBlockQ>{storage.statistics[stage],
+        load_tile<Tile>(pool, at, map, rows, first_row, [&] {
+            return RowStatisticsLoad<float, kBlockQ>{storage.statistics[at.stage],
                                                      source + workspace + first_row,
                                                      source + params.padding_row, stored};
         });
@@ -255,9 +248,14 @@ struct Fa3BackwardDKDV : Fa3Cta<Fa3BackwardWideParams, KeyTile> {
     // the operand. Consumer dK: dP, dK and dS. Matrices are only referenced, as in backward.cuh.
     template <Consumer kConsumer>
     struct State {
+        using KVTile = std::conditional_t<kConsumer == kDV, KTile, VTile>;
+        using ScoresTile = std::conditional_t<kConsumer == kDV, QTile, DOTile>;
+        using GradientTile = std::conditional_t<kConsumer == kDV, DOTile, QTile>;
+        using Gradient = RegisterTile<16, GradientTile::kCols>;
+
         Scores& scores;
         Operand& operand;
-        std::conditional_t<kConsumer == kDV, GradientV, GradientK>& gradient;
+        Gradient& gradient;
 
         WorkTileState tile{};
         IterationState pool{};  // of the scores
@@ -270,10 +268,10 @@ struct Fa3BackwardDKDV : Fa3Cta<Fa3BackwardWideParams, KeyTile> {
         Interval full{};          // consumer dV: indices
         char* ds = nullptr;       // consumer dK: the tile in the workspace
 
-        static __device__ __forceinline__ uint32_t scores_stage(const IterationState& at) {
+        static __device__ __forceinline__ PoolStage scores_stage(const IterationState& at) {
             return kConsumer == kDV ? at.q() : at.dout();
         }
-        static __device__ __forceinline__ uint32_t gradient_stage(const IterationState& at) {
+        static __device__ __forceinline__ PoolStage gradient_stage(const IterationState& at) {
             return kConsumer == kDV ? at.dout() : at.q();
         }
     };
@@ -290,42 +288,24 @@ struct Fa3BackwardDKDV : Fa3Cta<Fa3BackwardWideParams, KeyTile> {
                                       kConsumer == kDV ? params.head_dim_v : params.head_dim);
     }
 
-    __device__ __forceinline__ uint32_t tile_in(uint32_t stage) const {
-        return pool.stage({stage, 0});
-    }
-    __device__ __forceinline__ void wait(uint32_t stage, const IterationState& at) const {
-        pool.consumer_wait({stage, at.phase});
-    }
-    // By all threads, since all read lse or delta.
-    __device__ __forceinline__ void release(uint32_t stage) const {
-        pool.consumer_release({stage, 0});
-    }
-
     // Descriptors are made where they are used: otherwise the compiler would keep the descriptors
     // of every 16 columns in registers throughout the loop.
 
-    // S^T = K Q^T
-    __device__ __forceinline__ void issue_scores(DV& s) const {
-        const KMajor<KTile> k_rows(k_pipeline.stages);
-        const KMajor<QTile> q_rows(tile_in(s.pool.q()));
-        gemm_async<Element, kHeadDim>(s.scores, k_rows, q_rows, false);
+    // S^T = K Q^T, or dP^T = V dO^T
+    template <Consumer kConsumer>
+    __device__ __forceinline__ void issue_scores(State<kConsumer>& s) const {
+        using S = State<kConsumer>;
+        const KMajor<typename S::KVTile> key_rows(keys(s).stages);
+        const KMajor<typename S::ScoresTile> query_rows(pool.stage(S::scores_stage(s.pool)));
+        gemm_async<Element, S::KVTile::kCols>(s.scores, key_rows, query_rows, false);
     }
-    // dP^T = V dO^T
-    __device__ __forceinline__ void issue_scores(DK& s) const {
-        const KMajor<VTile> v_rows(v_pipeline.stages);
-        const KMajor<DOTile> do_rows(tile_in(s.pool.dout()));
-        gemm_async<Element, kHeadDimV>(s.scores, v_rows, do_rows, false);
-    }
-
-    // dV += P^T dO
-    __device__ __forceinline__ void issue_gradient(DV& s, const IterationState& at) const {
-        const MNMajor<DOTile> do_columns(tile_in(at.dout()));
-        gemm_async<Element, kBlockQ>(s.gradient, s.operand, do_columns, s.accumulate);
-    }
-    // dK += dS^T Q
-    __device__ __forceinline__ void issue_gradient(DK& s, const IterationState& at) const {
-        const MNMajor<QTile> q_columns(tile_in(at.q()));
-        gemm_async<Element, kBlockQ>(s.gradient, s.operand, q_columns, s.accumulate);
+    // dV += P^T dO, or dK += dS^T Q
+    template <Consumer kConsumer>
+    __device__ __forceinline__ void issue_gradient(State<kConsumer>& s,
+                                                   const IterationState& at) const {
+        using S = State<kConsumer>;
+        const MNMajor<typename S::GradientTile> columns(pool.stage(S::gradient_stage(at)));
+        gemm_async<Element, kBlockQ>(s.gradient, s.operand, columns, s.accumulate);
     }
 
     // The address of this thread's four elements of 8 columns of P^T. The thread of the same index
@@ -341,7 +321,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Fa3BackwardWideParams, KeyTile> {
         const WarpScores<Element, Rows::kKeys, kOptions> scores{params, tile.sequence, s.at.head,
                                                                 tile.first_key + warp_key,
                                                                 s.q_tiles.tile(s.at.i) * kBlockQ};
-        const float* lse = storage.statistics[s.pool.q()];
+        const float* lse = storage.statistics[s.pool.q().stage];
         scores.probabilities(s.scores, lse, s.at.i < s.full.begin || s.at.i >= s.full.end,
                              tile.large_lse);
         Scores p = s.scores;
@@ -353,13 +333,13 @@ struct Fa3BackwardDKDV : Fa3Cta<Fa3BackwardWideParams, KeyTile> {
         p_pipeline.producer_commit(s.p);
         s.p.advance();
         s.operand.template round<Element>(s.scores);
-        release(s.pool.q());
+        pool.consumer_release(s.pool.q());
     }
 
     // dS^T = P^T * (dP^T - delta), with P^T in shared memory.
     __device__ __forceinline__ void compute_operand(DK& s) const {
         p_pipeline.consumer_wait(s.p);
-        const float* minus_delta = storage.statistics[s.pool.dout()];
+        const float* minus_delta = storage.statistics[s.pool.dout().stage];
 #pragma unroll
         for (int n = 0; n < Scores::kN; ++n) {
             RegisterTile<16, 8> p;
@@ -370,7 +350,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Fa3BackwardWideParams, KeyTile> {
         }
         p_pipeline.consumer_release(s.p);
         s.p.advance();
-        release(s.pool.dout());
+        pool.consumer_release(s.pool.dout());
         if (stores_ds()) store_ds(s.operand, s.ds);
     }
 
@@ -449,13 +429,13 @@ struct Fa3BackwardDKDV : Fa3Cta<Fa3BackwardWideParams, KeyTile> {
     __device__ __forceinline__ void consume_as() const {
         Scores scores;
         Operand operand;
-        std::conditional_t<kConsumer == kDV, GradientV, GradientK> gradient;
+        typename State<kConsumer>::Gradient gradient;
         State<kConsumer> s{scores, operand, gradient};
         if (kConsumer == kDK) Order::signal_next(kDK);  // consumer dV starts
         while (find_tile(s)) {
             begin_tile(s);
             keys(s).consumer_wait(s.keys);
-            wait(s.scores_stage(s.pool), s.pool);
+            pool.consumer_wait(s.scores_stage(s.pool));
             Order::wait(kConsumer);
             issue_scores(s);
             Order::signal_next(kConsumer);
@@ -465,22 +445,22 @@ struct Fa3BackwardDKDV : Fa3Cta<Fa3BackwardWideParams, KeyTile> {
                 next_q_tile(s);
                 const IterationState before = s.pool;
                 s.pool.advance();
-                wait(s.gradient_stage(before), before);
-                wait(s.scores_stage(s.pool), s.pool);
+                pool.consumer_wait(s.gradient_stage(before));
+                pool.consumer_wait(s.scores_stage(s.pool));
                 Order::wait(kConsumer);
                 issue_gradient(s, before);
                 issue_scores(s);
                 Order::signal_next(kConsumer);
                 finish<1>(s.gradient);
-                release(s.gradient_stage(before));
+                pool.consumer_release(s.gradient_stage(before));
                 finish_scores(s);
             }
-            wait(s.gradient_stage(s.pool), s.pool);
+            pool.consumer_wait(s.gradient_stage(s.pool));
             Order::wait(kConsumer);
             issue_gradient(s, s.pool);
             Order::signal_next(kConsumer);
             finish(s.gradient);
-            release(s.gradient_stage(s.pool));
+            pool.consumer_release(s.gradient_stage(s.pool));
             s.pool.advance();
             if (kConsumer == kDK) s.gradient.scale(params.scale);
             store_gradient(params, gradient_tile(s), s.gradient);

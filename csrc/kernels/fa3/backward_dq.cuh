@@ -1,9 +1,8 @@
 // FlashAttention-3 backward for wide heads, second kernel where there is no dS workspace: dQ. For
 // Hopper. backward_dkdv.cuh is the first kernel, and says why there are two.
 //
-// The grid has at most one CTA per SM. Each CTA fetches Q tiles until none is left
-// (dynamic_persistent_scheduler.cuh) and goes over the KV tiles that they see. Its warpgroups have
-// roles:
+// The grid has at most one CTA per SM. Each CTA fetches Q tiles until none is left and goes over
+// the KV tiles that they see. Its warpgroups have roles:
 //
 //   producer       four threads: K; V; Q and dO with lse and delta; the Q tiles, fetched and
 //                  described
@@ -34,8 +33,7 @@
 //                       after the last dS of the tile
 //   full(work tiles)    1: producer of Q tiles               other producers, consumers
 //   empty(work tiles)   3: other producers; 8: each          producer of Q tiles, before it
-//                       consumer warp. When they have        describes another tile
-//                       finished the tile
+//                       consumer warp, after the tile        describes another
 //   fetch               1: producer of K, before the last    producer of Q tiles, before it
 //                       loads of a tile                      fetches the next
 //   ping-pong (named)   128: the other consumer, when its    a consumer (its 128 threads count
@@ -43,16 +41,12 @@
 #pragma once
 
 #include "kernels/fa3/backward_dkdv.cuh"
-#include "plan/tuning.h"
-#include "plan/workspace_rows.cuh"
-#include "problem/sequences.cuh"
-#include "schedule/tile_order.cuh"
 
 namespace flash_ext {
 
 template <class Element, int kHeadDim, int kHeadDimV, OptionSet kOptions>
 struct Fa3BackwardDQ : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
-    static constexpr auto kTuning = tuning::fa3_backward_wide({kHeadDim, kHeadDimV});
+    static constexpr auto kTuning = row_of(tuning::kFa3BackwardWide, {kHeadDim, kHeadDimV});
     static constexpr int kBlockQ = kConsumers * 64;
     static_assert(kBlockQ == tuning::kFa3DQBlockQ);
     static constexpr int kBlockKV = 64;
@@ -128,32 +122,22 @@ struct Fa3BackwardDQ : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
         });
     }
 
-    __device__ __forceinline__ void produce_k() const {
-        KState k;
+    // The K or V tiles.
+    template <class Tile, bool kAllowsFetch, class Pipeline>
+    __device__ __forceinline__ void produce_keys(const Pipeline& pipeline, const CUtensorMap& map,
+                                                 const TensorView& view) const {
+        typename Pipeline::State state;
         work_tiles.for_each([&](const QueryTile& tile) {
             const KeyRows keys = key_rows(params, tile.sequence);
             const int head = this->head_k(tile.head) / params.parts;
             const VisibleTiles kv = tile.kv_tiles;
-            if (kv.empty()) work_tiles.allow_fetch();
-            for (int i = kv.begin; i < kv.end; ++i) {
-                if (i == max_of(kv.begin, kv.end - 1 - kFetchAhead)) work_tiles.allow_fetch();
+            if (kAllowsFetch && kv.empty()) work_tiles.allow_fetch();
+            for (int i = kv.begin; i < kv.end; ++i, state.advance()) {
+                if (kAllowsFetch && i == max_of(kv.begin, kv.end - 1 - kFetchAhead))
+                    work_tiles.allow_fetch();
                 const int first_key = kv.tile(i) * kBlockKV;
-                load_tile<KTile>(k_pipeline, k, params.k_map,
-                                 keys.tensor_rows<Element>(params.k, head, first_key), first_key);
-                k.advance();
-            }
-        });
-    }
-
-    __device__ __forceinline__ void produce_v() const {
-        VState v;
-        work_tiles.for_each([&](const QueryTile& tile) {
-            const KeyRows keys = key_rows(params, tile.sequence);
-            const int head = this->head_k(tile.head) / params.parts;
-            for (int i = tile.kv_tiles.begin; i < tile.kv_tiles.end; ++i, v.advance()) {
-                const int first_key = tile.kv_tiles.tile(i) * kBlockKV;
-                load_tile<VTile>(v_pipeline, v, params.v_map,
-                                 keys.tensor_rows<Element>(params.v, head, first_key), first_key);
+                load_tile<Tile>(pipeline, state, map,
+                                keys.tensor_rows<Element>(view, head, first_key), first_key);
             }
         });
     }
@@ -190,8 +174,8 @@ struct Fa3BackwardDQ : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
     }
 
     __device__ __forceinline__ void produce() const {
-        if (warp_id() == 0) produce_k();
-        if (warp_id() == 1) produce_v();
+        if (warp_id() == 0) produce_keys<KTile, true>(k_pipeline, params.k_map, params.k);
+        if (warp_id() == 1) produce_keys<VTile, false>(v_pipeline, params.v_map, params.v);
         if (warp_id() == 2) produce_q_do();
         if (warp_id() == 3) produce_tiles();
     }
@@ -199,8 +183,7 @@ struct Fa3BackwardDQ : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
     // --- Consumers ---
 
     // The index of this thread's warpgroup among the consumers, and the first row of its warp
-    // within the Q tile. Computed where they are needed: they would take registers throughout the
-    // loop.
+    // within the Q tile: computed where needed, since the loop has no registers for them.
     __device__ __forceinline__ int consumer() const {
         return ptx::not_hoisted(threadIdx.x) / 128 - 1;
     }
@@ -270,8 +253,7 @@ struct Fa3BackwardDQ : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
             __nanosleep(1);
     }
 
-    // Descriptors are made where they are used: otherwise the compiler would keep the descriptors
-    // of every 16 columns in registers throughout the loop.
+    // Descriptors are made where they are used, as in backward_dkdv.cuh.
 
     // S = Q K^T
     __device__ __forceinline__ void issue_s(State& s) const {

@@ -11,22 +11,17 @@
 // the work-tile pipeline (QueryTile).
 //
 //   barrier             arrivals per phase                   who waits
-//   full(stages)        1: producer of stages; and TMA's     consumers, before the matmul
-//                       bytes
-//   empty(stages)       8: each consumer warp, when the      producer of stages, before the next
-//                       matmul is complete, or at once if    load
-//                       it has none
+//   full(stages)        1: its producer; and TMA's bytes     consumers, before the matmul
+//   empty(stages)       8: each consumer warp, when its      producer of stages, before the next
+//                       matmul, if it has one, is complete   load
 //   full(work tiles)    1: producer of Q tiles               producer of stages, consumers
 //   empty(work tiles)   1: producer of stages; 8: each       producer of Q tiles, before it
-//                       consumer warp. When they have        describes another tile
-//                       finished the tile
+//                       consumer warp, after the tile        describes another
 //   fetch               1: producer of stages, before the    producer of Q tiles, before it
 //                       last loads of a tile                 fetches the next
 #pragma once
 
 #include "kernels/fa3/backward_dkdv.cuh"
-#include "problem/sequences.cuh"
-#include "schedule/tile_order.cuh"
 
 namespace flash_ext {
 

@@ -168,13 +168,11 @@ struct Fa3BackwardProducers : Fa3Cta<Fa3BackwardParams, KeyTile> {
             for_each_q_tile(tile, [&](int head, int row_group, int first_row, bool last) {
                 if (kAllowsFetch && last) work_tiles.allow_fetch();
                 const Sequence& s = tile.sequence;
-                // Here, not between the wait for the stage and the loads, for which matmuls wait.
-                const int stored = ptx::not_hoisted(stored_rows<kBlockQ>(s, first_row));
                 load_tile<Tile>(
                     pipeline, state, map, query_rows<Element>(view, s, head), first_row, [&] {
                         return RowStatisticsLoad<Statistic, kBlockQ>{
                             rows[state.stage], source + int64_t{row_group} * kWorkspaceRows,
-                            source + params.padding_row, stored};
+                            source + params.padding_row, stored_rows<kBlockQ>(s, first_row)};
                     });
                 state.advance();
             });

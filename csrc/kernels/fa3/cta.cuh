@@ -21,18 +21,16 @@
 #include "kernels/fa3/work_tiles.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/grid_dependency.cuh"
-#include "ptx/mbarrier.cuh"
-#include "ptx/registers.cuh"
-#include "ptx/uniform.cuh"
-#include "schedule/tile_order.cuh"
-#include "tile/tensor_map.cuh"
+#include "ptx/wgmma.cuh"
+#include "schedule/dynamic_persistent_scheduler.cuh"
+#include "tile/tma_load.cuh"
 
 namespace flash_ext {
 
 // The named barriers. __syncthreads() uses barrier 0.
 enum NamedBarrier : int {
-    kPingPong = 1,  // one for each consumer
-    kDSStored = 5,  // one for each consumer: all its warps have stored dS
+    kPingPongBarrier = 1,  // one for each consumer
+    kDSStoredBarrier = 5,  // one for each consumer: all its warps have stored dS
 };
 
 // Ping-pong: consumers start their matmuls alternately, so that the softmax of one runs beside the
@@ -40,15 +38,15 @@ enum NamedBarrier : int {
 // once in advance, so that consumer 0 can start.
 template <int kConsumers, bool kEnabled = true>
 struct PingPong {
-    static_assert(!kEnabled || kConsumers <= kDSStored - kPingPong);
+    static_assert(!kEnabled || kConsumers <= kDSStoredBarrier - kPingPongBarrier);
 
     static __device__ __forceinline__ void wait(int consumer) {
-        if constexpr (kEnabled) ptx::barrier_sync(kPingPong + consumer, 256);
+        if constexpr (kEnabled) ptx::barrier_sync(kPingPongBarrier + consumer, 256);
     }
     // Lets the next consumer start.
     static __device__ __forceinline__ void signal_next(int consumer) {
         const int next = kConsumers == 2 ? 1 - consumer : (consumer + 1) % kConsumers;
-        if constexpr (kEnabled) ptx::barrier_arrive(kPingPong + next, 256);
+        if constexpr (kEnabled) ptx::barrier_arrive(kPingPongBarrier + next, 256);
     }
 };
 

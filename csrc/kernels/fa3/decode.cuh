@@ -20,18 +20,14 @@
 #include "kernels/common/launch.cuh"
 #include "kernels/common/softmax.cuh"
 #include "plan/launchers.h"
-#include "plan/tuning.h"
 #include "problem/key_rows.cuh"
-#include "problem/mask.cuh"
 #include "problem/score.cuh"
-#include "problem/sequences.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/cp_async.cuh"
 #include "schedule/epoch_counter.cuh"
 #include "schedule/split_kv.cuh"
 #include "schedule/tile_numbers.cuh"
 #include "schedule/tile_order.cuh"
-#include "tile/copy.cuh"
 #include "tile/gemm.cuh"
 
 namespace flash_ext {
@@ -270,33 +266,39 @@ struct Fa3Decode {
         float max, sum;
         float4 out;
     };
+    template <class SomePartial>
+    static __device__ __forceinline__ Four load_four(const SomePartial& partial, int row, int col) {
+        return {partial.max[row], partial.sum[row],
+                *reinterpret_cast<const float4*>(&partial.out[row][col])};
+    }
+    static __device__ __forceinline__ void store_four(Partial& partial, int row, int col,
+                                                      const Four& four) {
+        *reinterpret_cast<float4*>(&partial.out[row][col]) = four.out;
+        if (col > 0) return;
+        partial.max[row] = four.max;
+        partial.sum[row] = four.sum;
+    }
 
-    // Combines `parts` partial results, kParts at most. load(part, x, offset) loads from one. Those
-    // that do not exist are zeros: 0 times an existing one would be NaN where V is infinite.
-    template <class OfPart, int kParts, class Load>
-    __device__ __forceinline__ Four combine(int row, int col, int parts, Load load) const {
-        float max[kParts], sum[kParts];
-        float4 out[kParts];
+    // Combines `parts` partial results, kMost at most, from load(part). Those that do not exist
+    // are zeros: 0 times an existing one would be NaN where V is infinite.
+    template <int kMost, class Load>
+    static __device__ __forceinline__ Four combine(int count, Load load) {
+        Four partial[kMost];
 #pragma unroll
-        for (int i = 0; i < kParts; ++i) {  // all loads before their first use
-            max[i] = -INFINITY, sum[i] = 0.f, out[i] = {};
-            if (i >= parts) continue;
-            load(i, max[i], offsetof(OfPart, max) + 4 * row);
-            load(i, sum[i], offsetof(OfPart, sum) + 4 * row);
-            load(i, out[i], row * sizeof(OfPart::out[0]) + 4 * col);
-        }
+        for (int i = 0; i < kMost; ++i)  // all loads before their first use
+            partial[i] = i < count ? load(i) : Four{-INFINITY, 0.f, {}};
         Four all{-INFINITY, 0.f, {}};
 #pragma unroll
-        for (int i = 0; i < kParts; ++i) all.max = fmaxf(all.max, max[i]);
+        for (int i = 0; i < kMost; ++i) all.max = fmaxf(all.max, partial[i].max);
         const float finite = finite_max(all.max);
 #pragma unroll
-        for (int i = 0; i < kParts; ++i) {
-            const float weight = ptx::ex2(max[i] - finite);
-            all.sum += weight * sum[i];
-            all.out.x += weight * out[i].x;
-            all.out.y += weight * out[i].y;
-            all.out.z += weight * out[i].z;
-            all.out.w += weight * out[i].w;
+        for (int i = 0; i < kMost; ++i) {
+            const float weight = ptx::ex2(partial[i].max - finite);
+            all.sum += weight * partial[i].sum;
+            all.out.x += weight * partial[i].out.x;
+            all.out.y += weight * partial[i].out.y;
+            all.out.z += weight * partial[i].out.z;
+            all.out.w += weight * partial[i].out.w;
         }
         return all;
     }
@@ -312,26 +314,11 @@ struct Fa3Decode {
             visit(i / kPerRow, i % kPerRow * 4);
     }
 
-    template <class T>
-    static __device__ __forceinline__ void load_from(const void* partial, T& x, int offset) {
-        x = *reinterpret_cast<const T*>(static_cast<const char*>(partial) + offset);
-    }
-    static __device__ __forceinline__ void store_four(Partial& partial, int row, int col,
-                                                      const Four& four) {
-        *reinterpret_cast<float4*>(&partial.out[row][col]) = four.out;
-        if (col > 0) return;
-        partial.max[row] = four.max;
-        partial.sum[row] = four.sum;
-    }
-
-    // To those of the split.
+    // To the results of the split.
     __device__ __forceinline__ void combine_warps(int m) const {
-        const auto load = [&](int warp, auto& x, int offset) {
-            load_from(&storage.of_warps[warp], x, offset);
-        };
         for_each_four(min_of(rows() - 16 * m, 16), 0, 1, [&](int row, int col) {
-            store_four(storage.of_split, 16 * m + row, col,
-                       combine<PartialOf<16>, kWarps>(row, col, kWarps, load));
+            const auto load = [&](int warp) { return load_four(storage.of_warps[warp], row, col); };
+            store_four(storage.of_split, 16 * m + row, col, combine<kWarps>(kWarps, load));
         });
     }
 
@@ -353,12 +340,16 @@ struct Fa3Decode {
 
     // This CTA's share of the elements, over the splits of the cluster.
     __device__ __forceinline__ void combine_splits() const {
-        const auto load = [&](int of_cta, auto& x, int offset) {
-            const uint32_t partial = ptx::shared_address(&storage.of_split) + offset;
-            ptx::ld_cluster(x, ptx::address_in_cta(partial, of_cta));
-        };
+        const uint32_t of_split = ptx::shared_address(&storage.of_split);
         for_each_four(rows(), ptx::cta_rank(), ctas(), [&](int row, int col) {
-            const Four all = combine<Partial, kMostClusterSplits>(row, col, ctas(), load);
+            const Four all = combine<kMostClusterSplits>(ctas(), [&](int cta) {
+                const uint32_t partial = ptx::address_in_cta(of_split, cta);
+                Four x;
+                ptx::ld_cluster(x.max, partial + offsetof(Partial, max) + 4 * row);
+                ptx::ld_cluster(x.sum, partial + offsetof(Partial, sum) + 4 * row);
+                ptx::ld_cluster(x.out, partial + row * sizeof(Partial::out[0]) + 4 * col);
+                return x;
+            });
             if (clusters() == 1) {
                 store_result(row, col, all);
             } else {
@@ -385,11 +376,9 @@ struct Fa3Decode {
         __syncthreads();
         if (!last) return;
         const Partial* partials = of_clusters();
-        const auto load = [&](int of_cluster, auto& x, int offset) {
-            load_from(partials + of_cluster, x, offset);
-        };
         for_each_four(rows(), ptx::cta_rank(), ctas(), [&](int row, int col) {
-            store_result(row, col, combine<Partial, kMostClusters>(row, col, clusters(), load));
+            const auto load = [&](int i) { return load_four(partials[i], row, col); };
+            store_result(row, col, combine<kMostClusters>(clusters(), load));
         });
     }
 

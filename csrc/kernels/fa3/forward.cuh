@@ -58,10 +58,10 @@ template <class Element, int kHeadDim, int kHeadDimV, OptionSet kOptions,
           tuning::Fa3Forward kTuning>
 struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOptions, kTuning> {
     using Tiles = typename Fa3Forward::Fa3ForwardTiles;
-    using Tiles::consumer, Tiles::end_work_tile, Tiles::exponent_scale, Tiles::find_tile,
-        Tiles::full_tiles, Tiles::k_pipeline, Tiles::kBlockKV, Tiles::kConsumers,
-        Tiles::kScaledScores, Tiles::params, Tiles::q_pipeline, Tiles::query_of, Tiles::release,
-        Tiles::release_and_advance, Tiles::v_pipeline, Tiles::warp_row, Tiles::work_tiles;
+    using Tiles::consumer, Tiles::end_work_tile, Tiles::find_tile, Tiles::full_tiles,
+        Tiles::k_pipeline, Tiles::kBlockKV, Tiles::kConsumers, Tiles::params, Tiles::q_pipeline,
+        Tiles::query_of, Tiles::release, Tiles::release_and_advance, Tiles::v_pipeline,
+        Tiles::work_tiles;
     using typename Tiles::KTile, typename Tiles::Order, typename Tiles::Output,
         typename Tiles::QTile, typename Tiles::VTile;
     // Does a consumer's softmax run beside its own P V? This takes two P. Four consumers have no
@@ -74,8 +74,7 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
     using Probabilities = typename Softmax::Probabilities;
     using State = typename Tiles::template ConsumerState<Scores, Softmax>;
 
-    __device__ __forceinline__ explicit Fa3Forward(const Fa3ForwardParams& p)
-        : Tiles(p, shared_storage<typename Tiles::SharedStorage>()) {}
+    using Tiles::Tiles;
 
     __device__ __forceinline__ void init() const {
         this->init_pipelines(1, 2);  // the producers of Q and V read work tiles
@@ -103,9 +102,10 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
     __device__ __forceinline__ void begin_tile(State& x) const {
         const QueryTile& tile = work_tiles[x.tile];
         x.full_tiles = full_tiles(tile);
-        if constexpr (!kPingPong) {  // which needs equal numbers of iterations
-            const int last = max_of(this->last_tile(tile), x.first_kv_tile);
-            x.skipped_tiles = max_of(x.kv_tile - last, 0);
+        if constexpr (!kTuning.ping_pong) {  // which needs equal numbers of iterations
+            const int last = tile.kv_tiles.last_seen_by(mask_of(params, tile.sequence),
+                                                        this->queries_of(tile), kBlockKV);
+            x.skipped_tiles = max_of(x.kv_tile - max_of(last, x.first_kv_tile), 0);
             x.kv_tile -= x.skipped_tiles;
             skip(k_pipeline, x.k, x.skipped_tiles, x.k_ready);
         }
@@ -136,7 +136,7 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
     // How often the code has an iteration with a mask. Twice, one for each P, its softmax may run
     // beside its P V, as without a mask. Once, the code is smaller and compiles faster, and it is
     // faster up to d 64 and with options. d 128 and 256 are up to 4 % faster with it twice.
-    static constexpr int kMaskedSteps = kHeadDim % 128 == 0 && !kScaledScores ? 2 : 1;
+    static constexpr int kMaskedSteps = kHeadDim % 128 == 0 && !changes_scores(kOptions) ? 2 : 1;
 
     // Does an iteration test the barriers of the next one before its softmax, since a test takes
     // long? With four consumers and at d 128 and 256 that costs more than it saves.
@@ -176,7 +176,11 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
         this->template finish_scores<kUnmasked>(x.rS, x);
         const bool fresh = !kUnmasked && new_tile;
         if (fresh) x.softmax = this->template begin_softmax<Softmax>(work_tiles[x.tile]);
-        x.rescaling = x.softmax.step(x.rS, rP, exponent_scale(), fresh);
+        if constexpr (changes_scores(kOptions)) {
+            x.rescaling = x.softmax.step(x.rS, rP, Unscaled{}, fresh);
+        } else {
+            x.rescaling = x.softmax.step(x.rS, rP, params.scale_log2, fresh);
+        }
     }
 
     // Before P V: rescales O, or stores it as the result of the previous Q tile. kInTurn: it is
@@ -200,9 +204,7 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
     __device__ __forceinline__ void store(Output& rO, Softmax& softmax,
                                           const QueryTile& tile) const {
         this->normalize(rO, softmax);
-        const auto lse_of = [&](int i) { return softmax.lse(0, i); };
-        this->template store_tile<kLast>(rO, softmax, tile, lse_of,
-                                         [](auto store_as) { store_as(Element{}); });
+        this->template store_tile<kLast>(rO, softmax, tile);
     }
 
     // --- The loop ---
@@ -323,7 +325,7 @@ cudaError_t fa3_forward(const ForwardParams& params, const ForwardKernel& kernel
             using Kernel =
                 Fa3Forward<decltype(element), kHeadDim, kHeadDimV, options.value,
                            tuning::fa3_forward({kHeadDim, kHeadDimV}, options.value, tile)>;
-            return launch_fa3_forward<Kernel>(params, kernel.sms, stream);
+            return launch_fa3_forward<Kernel>(params, kernel.gpu.sms, stream);
         });
     });
 }

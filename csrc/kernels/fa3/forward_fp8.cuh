@@ -69,9 +69,9 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
     };
 
     SharedStorage& storage = shared_storage<SharedStorage>();
+    RowMajorVPipeline row_major_v{storage.v_row_major, storage.v_row_major_barriers};
 
-    __device__ __forceinline__ explicit Fa3ForwardFp8(const Fa3ForwardParams& p)
-        : Tiles(p, shared_storage<SharedStorage>()) {}
+    using Tiles::Tiles;
 
     // Is O stored while the next Q tile's first scores are computed? That costs registers.
     // Otherwise the softmax is kept, and O is stored in the next iteration.
@@ -80,14 +80,10 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
     // Has the KV tile keys of two blocks of descales?
     static constexpr bool kTwoKScales = kDescaleRows % kBlockKV != 0;
 
-    __device__ __forceinline__ RowMajorVPipeline row_major_v() const {
-        return {storage.v_row_major, storage.v_row_major_barriers};
-    }
-
     __device__ __forceinline__ void init() const {
         // Q's producer and the warps that transpose read work tiles.
         this->init_pipelines(kTransposers, 1 + kTransposers);
-        row_major_v().init(kTransposers);
+        row_major_v.init(kTransposers);
     }
 
     // --- Producers ---
@@ -97,7 +93,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         const auto load_v = [&](const QueryTile& tile, int first_key) {
             const KeyRows keys = key_rows(params, tile.sequence);
             load_tile<VTile, Tiles::kKVBoxRows>(
-                row_major_v(), v, params.v_map,
+                row_major_v, v, params.v_map,
                 keys.tensor_rows<Float8>(params.v, this->head_k(tile.head), first_key), first_key);
             v.advance();
         };
@@ -110,7 +106,6 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
 
     // Transposes V tiles, by all lanes of kTransposers warps.
     __device__ __forceinline__ void transpose_v() const {
-        const RowMajorVPipeline source = row_major_v();
         typename RowMajorVPipeline::State from;
         typename VPipeline::State to;
         for (WorkTileState t;; t.advance()) {
@@ -122,14 +117,14 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
             release(work_tiles.descriptions, t);
 #pragma unroll 1
             for (int i = 0; i < tiles; ++i) {
-                source.consumer_wait(from);
+                row_major_v.consumer_wait(from);
                 v_pipeline.producer_acquire(to);
                 transpose_fp8<VTile, TransposedVTile, kTransposers, kProducerRegisters <= 40>(
-                    source.stage(from), v_pipeline.stage(to), warp_id() - 1);
+                    row_major_v.stage(from), v_pipeline.stage(to), warp_id() - 1);
                 ptx::fence_proxy_async();  // wgmma will read what was stored
                 __syncwarp();
                 if (elected) v_pipeline.producer_commit(to);
-                release_and_advance(source, from);
+                release_and_advance(row_major_v, from);
                 to.advance();
             }
         }
@@ -161,8 +156,8 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         }
     };
 
-    // The descales of a query head, or of its KV head. 1 for a tile without keys, which needs none
-    // and whose sequence may have none.
+    // The descales of a query head, or of its KV head. 1 for a tile without keys, whose sequence
+    // may have none.
     __device__ __forceinline__ const float* descales_of(const Descale& x, const QueryTile& tile,
                                                         int head_q) const {
         if (x.data == nullptr || tile.sequence.seqlen_k == 0) return &kNoDescale;
@@ -264,16 +259,18 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
 #pragma unroll
         for (int n = 0; n < Output::kN; ++n, source += 8 * stride)
             if (8 * n < columns) {
-                const float factors[2] = {__ldg(source), __ldg(source + stride)};
-                for (int e = 0; e < 2; ++e)
-                    rO.map_column(n, e, [&](float x) { return x * factors[e]; });
+                const float x = __ldg(source), y = __ldg(source + stride);
+                rO.v[0][n][0] *= x;
+                rO.v[0][n][1] *= y;
+                rO.v[0][n][2] *= x;
+                rO.v[0][n][3] *= y;
             }
     }
 
     // --- Steps of an iteration ---
 
-    // P V occupies the registers of the first keys' scores (add_output()), so the scores of the
-    // others are a wgmma of their own.
+    // P V occupies the registers of the first keys' scores; those of the others are a wgmma of
+    // their own.
     static constexpr int kFirstKeys = min_of(kBlockKV, kPartialCols);
     static constexpr int kOtherKeys = kBlockKV - kFirstKeys;
 
@@ -299,10 +296,10 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
                                                bool accumulate) const {
         static_assert(kPartialCols <= kBlockKV);
         auto& rPartial = x.rS.template columns<kPartialCols>(0);
-        constexpr int kParts = kHeadDimV / kPartialCols;
-        compile_time_for<kParts>([&](auto i) {
+        constexpr int kSteps = kHeadDimV / kPartialCols;
+        compile_time_for<kSteps>([&](auto i) {
             constexpr int kFirst = i * kPartialCols;
-            constexpr bool kBeside = kStartScores && i == kParts - 1;
+            constexpr bool kBeside = kStartScores && i == kSteps - 1;
             const KMajor<TransposedVTile, false> v_columns(v_pipeline.stage(x.v), kFirst);
             gemm_async<Float8, kBlockKV>(rPartial, rP, v_columns, false);
             if (kBeside) issue_scores<kFirstKeys, kOtherKeys>(x);
@@ -359,14 +356,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
                                           const QueryTile& tile) const {
         this->normalize(rO, softmax);
         descale_output(rO, tile);
-        const auto lse_of = [&](int i) { return softmax.lse(0, i); };
-        this->template store_tile<kLast>(rO, softmax, tile, lse_of, [&](auto store_as) {
-            if (params.out_type == ElementType::kFloat16) {
-                store_as(__half{});
-            } else {
-                store_as(__nv_bfloat16{});
-            }
-        });
+        this->template store_tile<kLast>(rO, softmax, tile);
     }
 
     // --- The loop ---
@@ -376,15 +366,6 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         x.full_tiles = is_negative() ? Interval{0, 0} : full_tiles(tile);
         begin_scales(x, tile);
         q_pipeline.consumer_wait(x.q);
-    }
-
-    // Goes on to the next KV tile.
-    __device__ __forceinline__ bool advance(State& x) const {
-        if (x.kv_tile == x.first_kv_tile) {
-            warm(x);
-            if (kOverlapsStore) x.output_tile = x.tile;
-        }
-        return Tiles::advance(x);
     }
 
     // One iteration: P V is complete before the Q K^T that takes its registers starts. new_tile and
@@ -443,7 +424,11 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         compute_p<false>(x, rP, true);
 
         while (true) {  // ends where find_tile() says so, as in forward.cuh
-            const bool new_tile = advance(x);
+            if (x.kv_tile == x.first_kv_tile) {
+                warm(x);
+                if (kOverlapsStore) x.output_tile = x.tile;
+            }
+            const bool new_tile = this->advance(x);
             if (new_tile) {
                 if (!find_tile(x)) break;
                 begin_tile(x);
@@ -463,18 +448,22 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
     }
 };
 
-template <ElementType kQKType, int kHeadDim, int kHeadDimV>
+template <int kHeadDim, int kHeadDimV>
 cudaError_t fa3_forward_fp8(const ForwardParams& params, const ForwardKernel& kernel,
                             cudaStream_t stream) {
     using enum tuning::Fa3ForwardTile;
-    using QKElement = std::conditional_t<kQKType == ElementType::kInt8, Int8, Float8>;
+    using enum ElementType;
     constexpr OptionSets kSets = row_of(tuning::kFa3ForwardFp8, {kHeadDim, kHeadDimV}).options;
     return dispatch_options<kSets>(kernel.options, [&](auto options) {
         return dispatch<kFewQueries, kUsual>(kernel.tile, [&](auto tile) {
             constexpr tuning::Fa3Forward kTuning =
                 tuning::fa3_forward_fp8({kHeadDim, kHeadDimV}, options.value, tile);
-            using Kernel = Fa3ForwardFp8<QKElement, kHeadDim, kHeadDimV, options.value, kTuning>;
-            return launch_fa3_forward<Kernel>(params, kernel.sms, stream);
+            return dispatch<kFloat8, kInt8>(params.element_type, [&](auto type) {
+                using QKElement = std::conditional_t<type == kInt8, Int8, Float8>;
+                using Kernel =
+                    Fa3ForwardFp8<QKElement, kHeadDim, kHeadDimV, options.value, kTuning>;
+                return launch_fa3_forward<Kernel>(params, kernel.gpu.sms, stream);
+            });
         });
     });
 }

@@ -13,13 +13,8 @@
 #include "kernels/common/optimistic_softmax.cuh"
 #include "kernels/fa3/cta.cuh"
 #include "plan/launchers.h"
-#include "plan/tuning.h"
 #include "problem/score.cuh"
-#include "problem/sequences.cuh"
-#include "schedule/dynamic_persistent_scheduler.cuh"
 #include "schedule/split_kv.cuh"
-#include "schedule/tile_order.cuh"
-#include "tile/tma_load.cuh"
 #include "tile/wgmma.cuh"
 
 namespace flash_ext {
@@ -53,8 +48,6 @@ struct Fa3ForwardTiles : Fa3Cta<Fa3ForwardParams, QueryTile, kTuning.consumers> 
     static_assert(!kMayHaveSplits || kBlockQ == tuning::kForwardBlockQ);
     static constexpr int kBlockKV = kTuning.block_kv;
     static constexpr int kFetchAhead = 2;  // K tiles still to follow when a Q tile is fetched
-    // Are scores multiplied by their scale before the softmax?
-    static constexpr bool kScaledScores = changes_scores(kOptions) || sizeof(Element) == 1;
 
     // What the launch gives a CTA of this size, divided again by setmaxnreg.
     static constexpr int consumer_registers(int producer_registers) {
@@ -79,7 +72,7 @@ struct Fa3ForwardTiles : Fa3Cta<Fa3ForwardParams, QueryTile, kTuning.consumers> 
     using Output = RegisterTile<16, kHeadDimV>;
     using Order = PingPong<kConsumers, kTuning.ping_pong>;
 
-    // Kernels derive theirs from it.
+    // A kernel may derive its own.
     struct SharedStorage {
         typename QPipeline::Stages q;
         typename KPipeline::Stages k;
@@ -92,15 +85,13 @@ struct Fa3ForwardTiles : Fa3Cta<Fa3ForwardParams, QueryTile, kTuning.consumers> 
 
     // Index of this thread's warpgroup among the consumers.
     int consumer = ptx::warp_uniform(threadIdx.x / 128) - 1;
-    QPipeline q_pipeline;
-    KPipeline k_pipeline;
-    VPipeline v_pipeline;
+    SharedStorage& storage = shared_storage<SharedStorage>();
+    QPipeline q_pipeline{storage.q, storage.q_barriers};
+    KPipeline k_pipeline{storage.k, storage.k_barriers};
+    VPipeline v_pipeline{storage.v, storage.v_barriers};
 
-    __device__ __forceinline__ Fa3ForwardTiles(const Fa3ForwardParams& p, SharedStorage& storage)
-        : Cta(p, storage.work_tiles),
-          q_pipeline(storage.q, storage.q_barriers),
-          k_pipeline(storage.k, storage.k_barriers),
-          v_pipeline(storage.v, storage.v_barriers) {}
+    __device__ __forceinline__ explicit Fa3ForwardTiles(const Fa3ForwardParams& p)
+        : Cta(p, shared_storage<SharedStorage>().work_tiles) {}
 
     // producers_of_v: arrivals that fill a V stage; tile_readers: producers that read work tiles.
     __device__ __forceinline__ void init_pipelines(int producers_of_v, int tile_readers) const {
@@ -291,17 +282,12 @@ struct Fa3ForwardTiles : Fa3Cta<Fa3ForwardParams, QueryTile, kTuning.consumers> 
         return last;
     }
 
-    // Of this consumer's rows: the index of the last KV tile that they see, and those of the tiles
-    // of which they see every key.
-    __device__ __forceinline__ int last_tile(const QueryTile& tile) const {
-        return tile.kv_tiles.last_seen_by(mask_of(params, tile.sequence), queries_of(tile),
-                                          kBlockKV);
+    // This consumer's queries, and the indices of the KV tiles of which they see every key.
+    __device__ __forceinline__ Interval queries_of(const QueryTile& tile) const {
+        return {query_of(tile, consumer * 64), query_of(tile, consumer * 64 + 63) + 1};
     }
     __device__ __forceinline__ Interval full_tiles(const QueryTile& tile) const {
         return tile.kv_tiles.full_for(mask_of(params, tile.sequence), queries_of(tile), kBlockKV);
-    }
-    __device__ __forceinline__ Interval queries_of(const QueryTile& tile) const {
-        return {query_of(tile, consumer * 64), query_of(tile, consumer * 64 + 63) + 1};
     }
 
     // The operand in a stage: the one in the first stage, moved, if there are registers for its
@@ -316,15 +302,6 @@ struct Fa3ForwardTiles : Fa3Cta<Fa3ForwardParams, QueryTile, kTuning.consumers> 
             return first;
         } else {
             return Operand(pipeline.stage(state), first_row...);
-        }
-    }
-
-    // The factor from scores to exponents of 2.
-    __device__ __forceinline__ auto exponent_scale() const {
-        if constexpr (kScaledScores) {
-            return Unscaled{};
-        } else {
-            return params.scale_log2;
         }
     }
 
@@ -365,19 +342,29 @@ struct Fa3ForwardTiles : Fa3Cta<Fa3ForwardParams, QueryTile, kTuning.consumers> 
 
     // O / l.
     template <class Softmax>
-    __device__ __forceinline__ void normalize(Output& rO, Softmax& softmax) const {
+    static __device__ __forceinline__ void normalize(Output& rO, Softmax& softmax) {
         softmax.finish();
         RowRescaling{true, {softmax.inverse_sum(0, 0), softmax.inverse_sum(0, 1)}}.apply(rO);
     }
 
-    // Stores O / l and lse to HBM, or the results of a split. lse_of(i) is the lse of the lane's
-    // row i; with_out_type(store) calls store(element of out). kLast: it is the CTA's last tile.
+    // Calls store(element of out).
+    template <class Store>
+    __device__ __forceinline__ void with_out_type(Store store) const {
+        if constexpr (sizeof(Element) == 2) {
+            store(Element{});
+        } else if (params.out_type == ElementType::kFloat16) {
+            store(__half{});
+        } else {
+            store(__nv_bfloat16{});
+        }
+    }
+
+    // Stores O / l and lse to HBM, or the results of a split. kLast: it is the CTA's last tile.
     // Only then may the heads of a group be written to out: in the loop the test would cost splits
     // time.
-    template <bool kLast, class Softmax, class LseOf, class WithOutType>
+    template <bool kLast, class Softmax>
     __device__ __forceinline__ void store_tile(const Output& rO, const Softmax& softmax,
-                                               const QueryTile& tile, LseOf lse_of,
-                                               WithOutType with_out_type) const {
+                                               const QueryTile& tile) const {
         const Sequence& s = tile.sequence;
         // A logarithm takes a hundred cycles: of the four lanes of two rows, two compute one each.
         const int i = lane_id() % 2;
@@ -402,7 +389,7 @@ struct Fa3ForwardTiles : Fa3Cta<Fa3ForwardParams, QueryTile, kTuning.consumers> 
                 params.statistics_partial[index] = {softmax.max(0, i), softmax.sum(0, i)};
             store_rows(params.o_partial, rO, [&](int row) { return index_from(first, row); });
         } else if (kGroup || (kLast && pack_gqa_log2() > 0)) {
-            const float lse = lse_of(i);
+            const float lse = softmax.lse(0, i);
             const int64_t index = index_from(statistics, row);
             if (has_row && index >= 0) params.lse[index] = lse;
             with_out_type([&](auto element) {
@@ -416,7 +403,7 @@ struct Fa3ForwardTiles : Fa3Cta<Fa3ForwardParams, QueryTile, kTuning.consumers> 
         } else {
             const int first_query = tile.first_query + first_row;
             const int rows = s.seqlen_q - first_query;
-            const float lse = lse_of(i);
+            const float lse = softmax.lse(0, i);
             if (has_row && row < rows) params.lse[statistics + first_query + row] = lse;
             with_out_type([&](auto element) {
                 store_rows(
@@ -430,16 +417,17 @@ struct Fa3ForwardTiles : Fa3Cta<Fa3ForwardParams, QueryTile, kTuning.consumers> 
     // Stores 16 rows that need not be adjacent: row_of(row) is where each is, or null.
     template <class RowOf>
     static __device__ __forceinline__ void store_apart(const Output& rO, int cols, RowOf row_of) {
-        for_each_row<16>([&](int m, int i, int row) {
-            auto* target = row_of(row);
-            if (target == nullptr) return;
-            using OutElement = std::remove_pointer_t<decltype(target)>;
-            rO.for_each_pair_of_row(m, i, [&](float x, float y, int col) {
-                if (col < cols)  // a multiple of 8
-                    *reinterpret_cast<uint32_t*>(target + col + lane_col()) =
-                        ptx::pack<OutElement>(x, y);
-            });
-        });
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            auto* row = row_of(lane_row() + 8 * i);
+            if (row == nullptr) continue;
+#pragma unroll
+            for (int n = 0; n < Output::kN; ++n)
+                if (8 * n < cols)  // a multiple of 8
+                    *reinterpret_cast<uint32_t*>(row + 8 * n + lane_col()) =
+                        ptx::pack<std::remove_pointer_t<decltype(row)>>(rO.v[0][n][2 * i],
+                                                                        rO.v[0][n][2 * i + 1]);
+        }
     }
 };
 

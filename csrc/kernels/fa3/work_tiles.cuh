@@ -5,13 +5,10 @@
 #include "plan/tuning.h"
 #include "problem/key_rows.cuh"
 #include "problem/mask.cuh"
-#include "problem/sequences.cuh"
 #include "ptx/uniform.cuh"
 #include "schedule/tile_numbers.cuh"
 #include "schedule/tile_order.cuh"
-#include "tile/copy.cuh"
 #include "tile/pipeline.cuh"
-#include "tile/tensor_map.cuh"
 
 namespace flash_ext {
 

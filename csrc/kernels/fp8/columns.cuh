@@ -8,7 +8,7 @@
 #pragma once
 
 #include "kernels/fp8/tile_stream.cuh"
-#include "plan/row_kernels.h"
+#include "plan/launchers.h"
 #include "ptx/grid_dependency.cuh"
 
 namespace flash_ext {
@@ -125,11 +125,10 @@ template <Columns kColumns>
 cudaError_t reduce_columns(const QuantizeParams& params, cudaStream_t stream, bool pdl) {
     const int64_t ctas = row_tile_count(params, kColumnRows);
     const int threads = kRowGroups * params.head_dim / 8;
-    return params.element_type == ElementType::kFloat16
-               ? launch_kernel<columns_kernel<__half, kColumns>>(ctas, threads, 0, params, stream,
-                                                                 {.pdl = pdl})
-               : launch_kernel<columns_kernel<__nv_bfloat16, kColumns>>(ctas, threads, 0, params,
-                                                                        stream, {.pdl = pdl});
+    return dispatch_element(params.element_type, [&](auto element) {
+        return launch_kernel<columns_kernel<decltype(element), kColumns>>(ctas, threads, 0, params,
+                                                                          stream, {.pdl = pdl});
+    });
 }
 
 cudaError_t token_mean(const QuantizeParams& params, cudaStream_t stream) {

@@ -174,32 +174,24 @@ __global__ void __launch_bounds__(kZeroThreads)
     if (i < scale_count(params)) params.amax[i] = 0.f;
 }
 
-template <class Rows>
-cudaError_t launch_quantize(const QuantizeParams& params, const GpuModel& gpu,
-                            cudaStream_t stream) {
-    using Layout = typename Rows::Layout;
-    const int threads = Layout::threads(params);
-    const int bytes = threads / 32 * static_cast<int>(sizeof(WarpRows<Layout>));
-    constexpr int kMostBytes = Layout::kMaxThreads / 32 * sizeof(WarpRows<Layout>);
-    return launch_kernel<quantize_kernel<Rows>>(
-        persistent_ctas<Layout>(params, gpu, threads, Rows::kSmThreads, bytes), threads, bytes,
-        params, stream,
-        {.pdl = params.scales != Scales::kBlock,
-         .cluster = Layout::kCtas,
-         .most_shared_bytes = kMostBytes});
-}
-
 inline cudaError_t launch_quantize(const QuantizeParams& params, const GpuModel& gpu,
                                    cudaStream_t stream) {
-    return dispatch<0, 16, 32, 64, 128, 256>(
-        params.signs == nullptr ? 0 : params.hadamard_dim, [&](auto dim) {
-            return dispatch_element(params.element_type, [&](auto element) {
-                constexpr bool kShares = dim == 256;  // two CTAs share a tile
-                return launch_quantize<
-                    TileRows<decltype(element), dim, rotated_vectors(dim), kShares ? 2 : 1>>(
-                    params, gpu, stream);
-            });
+    const int hadamard_dim = params.signs == nullptr ? 0 : params.hadamard_dim;
+    return dispatch<0, 16, 32, 64, 128, 256>(hadamard_dim, [&](auto dim) {
+        return dispatch_element(params.element_type, [&](auto element) {
+            using Rows = TileRows<decltype(element), dim>;
+            using Layout = typename Rows::Layout;
+            const int threads = Layout::threads(params);
+            const int bytes = threads / 32 * static_cast<int>(sizeof(WarpRows<Layout>));
+            constexpr int kMostBytes = Layout::kMaxThreads / 32 * sizeof(WarpRows<Layout>);
+            return launch_kernel<quantize_kernel<Rows>>(
+                persistent_ctas<Layout>(params, gpu, threads, Rows::kSmThreads, bytes), threads,
+                bytes, params, stream,
+                {.pdl = params.scales != Scales::kBlock,
+                 .cluster = Layout::kCtas,
+                 .most_shared_bytes = kMostBytes});
         });
+    });
 }
 
 cudaError_t quantize(QuantizeParams params, const GpuModel& gpu, cudaStream_t stream) {

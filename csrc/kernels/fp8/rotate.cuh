@@ -34,7 +34,7 @@ __device__ __forceinline__ float factor_of(const QuantizeParams& params, float a
 
 // Eight numbers times their factors, rounded to int8, ties to even. They are at most 127 units in
 // magnitude; what a NaN becomes does not matter, as its scale is NaN.
-__device__ __forceinline__ uint2 scaled(Int8, const float (&x)[8], const float (&factors)[8]) {
+__device__ __forceinline__ uint2 scaled(Int8, const float* x, const float (&factors)[8]) {
     // Added to a number, has its units in the low bits.
     constexpr float kOneAndAHalf = 0x1.8p23f * kInt8Unit;
     uint32_t bits[8];
@@ -49,7 +49,7 @@ __device__ __forceinline__ uint2 scaled(Int8, const float (&x)[8], const float (
 }
 
 // The same, rounded to e4m3.
-__device__ __forceinline__ uint2 scaled(Float8, const float (&x)[8], const float (&factors)[8]) {
+__device__ __forceinline__ uint2 scaled(Float8, const float* x, const float (&factors)[8]) {
     const auto pack = [&](int i) {
         return ptx::pack_e4m3(x[i] * factors[i], x[i + 1] * factors[i + 1],
                               x[i + 2] * factors[i + 2], x[i + 3] * factors[i + 3]);
@@ -57,15 +57,10 @@ __device__ __forceinline__ uint2 scaled(Float8, const float (&x)[8], const float
     return {pack(0), pack(4)};
 }
 
-// The vectors of a thread.
-constexpr int rotated_vectors(int hadamard_dim) { return hadamard_dim > 64 ? 16 : 8; }
-
 // kHadamardDim: 0 without a rotation.
-template <class Element, int kHadamardDim, int kRowVectors = rotated_vectors(kHadamardDim),
-          int kCtas = 1>
+template <class Element, int kHadamardDim>
 class TileRows {
  public:
-    using Type = Element;
     static constexpr bool kRotates = kHadamardDim > 0;
     static constexpr int kDim = kRotates ? kHadamardDim : 8;
     // Of numbers less their mean.
@@ -74,21 +69,22 @@ class TileRows {
     static __device__ float divisor(const QuantizeParams& params) {
         return kRotates || params.mean != nullptr ? kMeanDivisor : 1;
     }
-    static constexpr int kThreadVectors = kRowVectors;
+    static constexpr int kThreadVectors = kDim > 64 ? 16 : 8;
     static constexpr int kLanes = kDim <= 8 * kThreadVectors ? 1 : kDim / (8 * kThreadVectors);
     static constexpr int kVectors = kDim / 8 / kLanes;
     static constexpr int kUnits = kThreadVectors / kVectors;  // per thread
+    static constexpr int kElements = 8 * kVectors;            // of a unit
     static_assert(kLanes * kVectors * 8 == kDim && kUnits * kVectors == kThreadVectors);
     // A unit's vectors, and pairs of its results' pieces, for a swizzle.
     using Layout = TileLayout<kThreadVectors, kVectors == 16 ? 4 : 3,
-                              kVectors == 16 && kLanes == 2 ? 4 : 3, kCtas>;
+                              kVectors == 16 && kLanes == 2 ? 4 : 3, kDim == 256 ? 2 : 1>;
     static constexpr int kUnitStep = 32 / kLanes * (kDim / 8);  // vectors between a lane's units
     static constexpr int kUnitRows = Layout::kVectorRows * (kUnitStep / 32);
     static_assert(kUnitStep % 32 == 0);  // so they are in the same columns
     // An SM has registers for this many threads, half of them or more for elements. (Code for sm_80
     // needs a few more of them.)
     static constexpr int kSmThreads = kThreadVectors == 16 ? 384 : 512;
-    static constexpr int kRegisters = kThreadVectors < 16 ? 128 : 168;
+    static constexpr int kRegisters = kThreadVectors == 16 ? 168 : 128;
 
     __device__ TileRows(const QuantizeParams& params)
         : at_(params, static_cast<int>(first_of(threadIdx.x % 32))) {
@@ -146,8 +142,8 @@ class TileRows {
                 for (int n = 0; n < kUnits; ++n) {
                     const float2 pair = ptx::unpack<Element>(
                         kRotates ? raw_[n][j][i] ^ (bits & 0x80008000) : raw_[n][j][i]);
-                    v_[n][j][2 * i] = pair.x;
-                    v_[n][j][2 * i + 1] = pair.y;
+                    v_[n][2 * word] = pair.x;
+                    v_[n][2 * word + 1] = pair.y;
                 }
             }
         if (params.mean != nullptr && tile.used > 0) subtract(tile, mean);
@@ -157,7 +153,7 @@ class TileRows {
     __device__ void last_butterflies() {
         if constexpr (kRotates)
 #pragma unroll
-            for (int n = 0; n < kUnits; ++n) vector_butterflies(n, kVectors / 2);
+            for (int n = 0; n < kUnits; ++n) butterflies(n, kElements / 2);
     }
 
     // The largest magnitude after the last butterflies, found before they are made: of a + b and
@@ -165,46 +161,33 @@ class TileRows {
     // a and b is, or the sum overflows. The order of floats without a sign is that of their bits,
     // of which one instruction has the maximum of three (on sm_90).
     __device__ float amax_before_last() const {
-        constexpr int kHalf = kVectors / 2;  // 0 without a rotation
+        constexpr int kHalf = kRotates ? kElements / 2 : kElements;
         int largest = 0;
 #pragma unroll
         for (int n = 0; n < kUnits; ++n)
 #pragma unroll
-            for (int j = 0; j < max_of(kHalf, 1); ++j)
-#pragma unroll
-                for (int e = 0; e < 8; e += 2) {
-                    const auto size = [&](int e) {
-                        const float x = fabsf(v_[n][j][e]);
-                        return __float_as_int(kRotates ? x + fabsf(v_[n][j + kHalf][e]) : x);
-                    };
-                    largest = __vimax3_s32(largest, size(e), size(e + 1));
-                }
+            for (int k = 0; k < kHalf; k += 2) {
+                const auto size = [&](int k) {
+                    const float x = fabsf(v_[n][k]);
+                    return __float_as_int(kRotates ? x + fabsf(v_[n][k + kHalf % kElements]) : x);
+                };
+                largest = __vimax3_s32(largest, size(k), size(k + 1));
+            }
         return __int_as_float(largest);
     }
 
     // After them, of what is finite. The others become NaN.
     __device__ float finite_amax() {
         float largest = 0.f;
-#pragma unroll
-        for (int n = 0; n < kUnits; ++n)
-#pragma unroll
-            for (int j = 0; j < kVectors; ++j)
-#pragma unroll
-                for (int e = 0; e < 8; ++e) {
-                    float& x = v_[n][j][e];
-                    if (!(fabsf(x) <= FLT_MAX)) x = CUDART_NAN_F;
-                    largest = fmaxf(largest, fabsf(x));  // not of NaN
-                }
+        for_each([&](float& x) {
+            if (!(fabsf(x) <= FLT_MAX)) x = CUDART_NAN_F;
+            largest = fmaxf(largest, fabsf(x));  // not of NaN
+        });
         return largest;
     }
 
     __device__ void multiply(float factor) {
-#pragma unroll
-        for (int n = 0; n < kUnits; ++n)
-#pragma unroll
-            for (int j = 0; j < kVectors; ++j)
-#pragma unroll
-                for (int e = 0; e < 8; ++e) v_[n][j][e] *= factor;
+        for_each([&](float& x) { x *= factor; });
     }
 
     // Rounds.
@@ -225,11 +208,11 @@ class TileRows {
 #pragma unroll
             for (int j = 0; j < kVectors; j += kTogether) {
                 const uint32_t target = Layout::piece_address(of_lane, vector(n, j));
-                const uint2 x = scaled(Result{}, v_[n][j], factors);
+                const uint2 x = scaled(Result{}, &v_[n][8 * j], factors);
                 if constexpr (kTogether == 1) {
                     ptx::st_shared_v2(target, x.x, x.y);
                 } else {
-                    const uint2 y = scaled(Result{}, v_[n][j + 1], factors);
+                    const uint2 y = scaled(Result{}, &v_[n][8 * j + 8], factors);
                     ptx::st_shared_v4(target, {x.x, x.y, y.x, y.y});
                 }
             }
@@ -288,7 +271,8 @@ class TileRows {
                 for (int n = 0; n < kUnits; ++n)
 #pragma unroll
                     for (int i = 0; i < 4; ++i)
-                        v_[n][j][e + i] = fmaf(v_[n][j][e + i], 1.f / kMeanDivisor, -m[i]);
+                        v_[n][8 * j + e + i] =
+                            fmaf(v_[n][8 * j + e + i], 1.f / kMeanDivisor, -m[i]);
             }
         const int used = tile.used;
         if (used == kScaleRows) return;
@@ -296,9 +280,7 @@ class TileRows {
         for (int n = 0; n < kUnits; ++n) {
             if (at_.row() + kUnitRows * n < used) continue;
 #pragma unroll
-            for (int j = 0; j < kVectors; ++j)
-#pragma unroll
-                for (int e = 0; e < 8; ++e) v_[n][j][e] = 0.f;
+            for (int k = 0; k < kElements; ++k) v_[n][k] = 0.f;
         }
     }
 
@@ -307,52 +289,48 @@ class TileRows {
 #pragma unroll
         for (int n = 0; n < kUnits; ++n) {
 #pragma unroll
-            for (int j = 0; j < kVectors; ++j)
+            for (int k = 0; k < kElements; k += 2) {
+                float& a = v_[n][k];
+                float& b = v_[n][k + 1];
+                const float product = b * factor;  // exact, as the one with a is
+                b = fmaf(a, factor, -product);
+                a = fmaf(a, factor, product);
+            }
 #pragma unroll
-                for (int e = 0; e < 8; e += 2) {
-                    float& a = v_[n][j][e];
-                    float& b = v_[n][j][e + 1];
-                    const float product = b * factor;  // exact, as the one with a is
-                    b = fmaf(a, factor, -product);
-                    a = fmaf(a, factor, product);
-                }
-#pragma unroll
-            for (int distance = 2; distance < 8; distance *= 2)
-#pragma unroll
-                for (int j = 0; j < kVectors; ++j)
-#pragma unroll
-                    for (int e = 0; e < 8; ++e)
-                        if ((e & distance) == 0) butterfly(v_[n][j][e], v_[n][j][e + distance]);
+            for (int distance = 2; distance < 8; distance *= 2) butterflies(n, distance);
 #pragma unroll
             for (int distance = 1; distance < kLanes; distance *= 2) {
                 const float sign = (threadIdx.x & distance) == 0 ? 1.f : -1.f;
 #pragma unroll
-                for (int j = 0; j < kVectors; ++j)
-#pragma unroll
-                    for (int e = 0; e < 8; ++e) {
-                        const float own = v_[n][j][e];
-                        const float other = __shfl_xor_sync(0xffffffff, own, distance);
-                        v_[n][j][e] = fmaf(own, sign, other);  // the product is exact
-                    }
+                for (int k = 0; k < kElements; ++k) {
+                    const float own = v_[n][k];
+                    const float other = __shfl_xor_sync(0xffffffff, own, distance);
+                    v_[n][k] = fmaf(own, sign, other);  // the product is exact
+                }
             }
 #pragma unroll
-            for (int distance = 1; distance < kVectors / 2; distance *= 2)
-                vector_butterflies(n, distance);
+            for (int distance = 8; distance < kElements / 2; distance *= 2)
+                butterflies(n, distance);
         }
     }
 
-    static __device__ void butterfly(float& a, float& b) {
-        const float difference = a - b;
-        a += b;
-        b = difference;
+    // Those between elements of this lane.
+    __device__ void butterflies(int n, int distance) {
+#pragma unroll
+        for (int k = 0; k < kElements; ++k) {
+            if ((k & distance) != 0) continue;
+            const float difference = v_[n][k] - v_[n][k + distance];
+            v_[n][k] += v_[n][k + distance];
+            v_[n][k + distance] = difference;
+        }
     }
 
-    __device__ void vector_butterflies(int n, int distance) {
+    template <class Visit>
+    __device__ void for_each(Visit visit) {
 #pragma unroll
-        for (int j = 0; j < kVectors; ++j)
-            if ((j & distance) == 0)
+        for (int n = 0; n < kUnits; ++n)
 #pragma unroll
-                for (int e = 0; e < 8; ++e) butterfly(v_[n][j][e], v_[n][j + distance][e]);
+            for (int k = 0; k < kElements; ++k) visit(v_[n][k]);
     }
 
     TilePosition<Layout> at_;  // of the first vector
@@ -362,7 +340,7 @@ class TileRows {
     uint32_t signs_[kSignWords] = {};
 
     uint32_t raw_[kUnits][kVectors][4];
-    float v_[kUnits][kVectors][8];
+    float v_[kUnits][kElements];
 };
 
 }  // namespace flash_ext

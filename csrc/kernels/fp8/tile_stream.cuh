@@ -17,7 +17,7 @@
 
 #include "kernels/common/launch.cuh"
 #include "plan/dispatch.h"
-#include "plan/row_kernels.h"
+#include "plan/launchers.h"
 #include "problem/quantize.h"
 #include "ptx/cluster.cuh"
 #include "ptx/cp_async.cuh"

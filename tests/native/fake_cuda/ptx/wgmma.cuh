@@ -10,6 +10,11 @@ namespace flash_ext::ptx {
 // A warp does these at a time. Its lane 0 notes them.
 inline bool notes_for_warp() { return threadIdx.x % 32 == 0; }
 
+template <int kRegisters>
+void setmaxnreg_dec() {}
+template <int kRegisters>
+void setmaxnreg_inc() {}
+
 inline void wgmma_fence() {}
 inline void wgmma_commit() {
     if (notes_for_warp()) note(Event::kCommit);
