@@ -168,7 +168,9 @@ def test_tables_of_barriers_are_true(name: str) -> None:
     assert in_table == {x.name.split("[")[0] for x in used}
     for (kind, number), barrier in found.named.items():
         if kind == "barrier" and number > 0:
-            of_ds = number >= int(re.search(r"kDSStoredBarrier = (\d+)", (FA3 / "cta.cuh").read_text())[1])
+            of_ds = number >= int(
+                re.search(r"kDSStoredBarrier = (\d+)", (FA3 / "cta.cuh").read_text())[1]
+            )
             arrivals, who_waits = table["dS stored (named)" if of_ds else "ping-pong (named)"]
             threads = int(re.search(r"\d+", arrivals).group())
             assert barrier.arrivals == threads + 128 * ("threads count too" in who_waits)
