@@ -30,24 +30,7 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
     check-wheel hub compat release clean
 
 help:
-	@echo "make demo      train a small GPT through flash_ext and through standard attention"
-	@echo "make test      build, lint and run the tests that need no GPU"
-	@echo "make lint      formatting, lint, types, words and the layers of csrc/"
-	@echo "make format    format everything"
-	@echo "make build     compile the CUDA kernels in place (flash_ext/_C.abi3.so)"
-	@echo "make gpu-test  run the GPU tests; writes benchmarks/results/<gpu>/tests.json"
-	@echo "make soak      random problems on the GPU, four minutes of them (SOAK=80: a variant's seconds)"
-	@echo "make sanitize  run the kernels under compute-sanitizer"
-	@echo "make bench     measure again on the GPU what the documents show, and print what moved"
-	@echo "               (ARGS=--record: into benchmarks/results, for make report)"
-	@echo "make bench BENCH=compare   one of them (ARGS=--help: how), or io, memory, numerics, train, ..."
-	@echo "make report    put the measured tables and figures into README.md and docs/"
-	@echo "make wheel     the wheel and the sdist, checked (LIBRARY=_C.abi3.so: of a library that exists)"
-	@echo "make check-wheel   only the checks of it"
-	@echo "make hub       dist/hub, for Hugging Face's kernels, from the wheel"
-	@echo "make compat    the wheel under each torch and Python, the source under other releases of nvcc, by nox"
-	@echo "make release   the checklist of a release: refuses if something is missing"
-	@echo "make clean     remove what was built"
+	@sed -n 's/^## /make /p' Makefile
 
 # Prints the folders of packages of a Python whose torch is new enough.
 SHARED = import sys; from importlib.metadata import version; \
@@ -70,13 +53,16 @@ SHARED = import sys; from importlib.metadata import version; \
 	$(PY) -m pip install -q --group release
 	@touch $@
 
+## demo          train a small GPT through flash_ext and through standard attention
 demo: $(READY)
 	@if $(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then $(MAKE) FLASH_EXT_STRICT=0 build; fi
 	$(PY) examples/train_gpt.py $(ARGS)
 
+## test          build, lint and run the tests that need no GPU
 test: lint build
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(TEST_JOBS) -m "not gpu" $(ARGS)
 
+## lint          formatting, lint, types, words and the layers of csrc/
 lint: $(READY)
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
@@ -85,35 +71,41 @@ lint: $(READY)
 	$(PY) docs/lint_words.py
 	$(PY) -m pytest -q --noconftest tests/test_layers.py
 
+## format        format everything
 format: $(READY)
 	$(PY) -m ruff format .
 	$(PY) -m ruff check --fix .
 	clang-format -i $$(find csrc tests -name '*.cpp' -o -name '*.cu*' -o -name '*.h')
 
+## build         compile the CUDA kernels in place (flash_ext/_C.abi3.so)
 build: $(READY)
 	$(PY) setup.py -q build_ext --inplace
 
+## gpu-test      run the GPU tests; writes benchmarks/results/<gpu>/tests.json
 gpu-test: build
 	$(PY) tests/gpu_suite.py $(ARGS)
 
-# SOAK seconds for each variant.
+## soak          random problems on the GPU, four minutes of them (SOAK=80: a variant's seconds)
 SOAK ?= 80
 soak: build
 	$(PY) -m pytest tests/test_soak.py --soak $(SOAK) -m gpu -s -o faulthandler_timeout=0 $(ARGS)
 
+## sanitize      run the kernels under compute-sanitizer
 sanitize: build
 	PYTHON=$(PY) bash tests/sanitize.sh $(ARGS)
 
-# A script in benchmarks/ (docs/benchmarks.md lists them); everything.py runs the usual ones. Nothing is
-# written but with ARGS=--record.
+## bench         measure again what the documents show, and print what moved (ARGS=--record: keep it)
+## bench BENCH=compare   one of benchmarks/ (ARGS=--help: how), or io, memory, numerics, train, ...
 BENCH ?= everything
 bench: build
 	$(PY) benchmarks/$(BENCH).py $(ARGS)
 
+## report        put the measured tables and figures into README.md and docs/
 report: $(READY)
 	cd benchmarks && $(PY) -m report $(ARGS)
 
-# What is built is the same every time: the times in zip files begin in 1980.
+## wheel         the wheel and the sdist, checked (LIBRARY=_C.abi3.so: of a library that exists)
+# The same bytes every time: the times in zip files begin in 1980.
 wheel check-wheel release: export SOURCE_DATE_EPOCH = 315532800
 PLATFORM = manylinux_2_28_x86_64
 LIBRARY ?=
@@ -124,6 +116,7 @@ wheel: $(RELEASE_READY)
 	    $(PY) -m build --no-isolation --wheel -C=--build-option=--plat-name=$(PLATFORM)
 	$(MAKE) check-wheel
 
+## check-wheel   only the checks of it
 check-wheel: $(RELEASE_READY)
 	$(PY) -m auditwheel repair --plat $(PLATFORM) --only-plat -w build/audited \
 	    --exclude libtorch.so --exclude libtorch_cpu.so dist/*$(PLATFORM).whl
@@ -132,13 +125,16 @@ check-wheel: $(RELEASE_READY)
 	$(PY) -m twine check --strict dist/*.tar.gz dist/*$(PLATFORM).whl
 	$(PY) distribution/artifacts.py
 
+## hub           dist/hub, for Hugging Face's kernels, from the wheel
 hub: $(READY)
 	$(PY) distribution/make_hub.py $(ARGS)
 
+## compat        the wheel under each torch and Python, its source under each nvcc, by nox
 compat: $(RELEASE_READY)
 	$(PY) -m nox $(ARGS)
 	cd benchmarks && $(PY) -m report
 
+## release       the checklist of a release: refuses if something is missing
 release: lint check-wheel
 	@test -z "$$(git status --porcelain)" || { git status --short; echo "not committed"; exit 1; }
 	cd benchmarks && $(PY) -m report --check
@@ -146,6 +142,7 @@ release: lint check-wheel
 	$(PY) -m build --no-isolation --sdist -o build/again && cmp build/again/*.tar.gz dist/*.tar.gz
 	$(PY) distribution/release.py
 
+## clean         remove what was built
 clean:
 	rm -rf build dist *.egg-info flash_ext/_C.* .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

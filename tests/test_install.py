@@ -264,7 +264,7 @@ def test_make_without_network_installs_nothing(tmp_path: Path) -> None:
     """On a machine without a package index, by a Python that has torch and pytest."""
     shutil.copy(ROOT / "Makefile", tmp_path)
     python, log = tmp_path / "python3", tmp_path / "log"
-    python.write_text(f'#!/bin/sh\necho "$@" >> {log}\n')
+    python.write_text(f'#!/bin/sh\necho "$@" >> "{log}"\n')
     python.chmod(0o755)
     env = {name: x for name, x in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
     command = ["make", "-s", "PY=python3", "gpu-test", "ARGS=-x"]
