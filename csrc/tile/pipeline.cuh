@@ -1,8 +1,6 @@
 // A pipeline of stages in shared memory. Producers fill a stage, one thread by TMA or several by
-// cp.async or plain stores, and consumers read it. Each stage has two mbarriers: "full" counts the
-// bytes that TMA brings and the producers that have arrived, "empty" the consumers that have read.
-// So a thread waits for data and for the readers of the stage that it overwrites, but never for all
-// threads to reach the same point.
+// plain stores, and consumers read it. Each stage has two mbarriers: "full" counts the bytes that
+// TMA brings and the producers that have arrived, "empty" the consumers that have read.
 #pragma once
 
 #include <cstdint>
@@ -18,10 +16,6 @@ struct PipelineState {
     uint32_t stage = 0;
     uint32_t phase = 0;  // parity of the number of earlier passes through the pipeline
 
-    // In iteration i, counted from 0: for a loop that has this number anyway.
-    static __device__ __forceinline__ PipelineState in_iteration(uint32_t i) {
-        return {i % kStages, i / kStages % 2};
-    }
     __device__ __forceinline__ void advance() {
         if (++stage == kStages) {
             stage = 0;
@@ -72,13 +66,9 @@ struct Pipeline {
     __device__ __forceinline__ void producer_acquire(const State& s) const {
         ptx::mbarrier_wait(empty(s), s.phase ^ 1);
     }
-    // ... and commits it: it has filled it, its cp.async copies will, or TMA will bring this number
-    // of bytes.
+    // ... and commits it: either it has filled it, or TMA will bring this number of bytes.
     __device__ __forceinline__ void producer_commit(const State& s) const {
         ptx::mbarrier_arrive(full(s));
-    }
-    __device__ __forceinline__ void producer_commit_after_cp_async(const State& s) const {
-        ptx::mbarrier_arrive_after_cp_async(full(s));
     }
     __device__ __forceinline__ void producer_expect(const State& s, int bytes) const {
         ptx::mbarrier_arrive_expect(full(s), bytes);

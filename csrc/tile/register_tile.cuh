@@ -99,6 +99,15 @@ struct RegisterTile {
         return quad_max(max);
     }
 
+    // x = f(x) for the elements of a row.
+    template <class Function>
+    __device__ __forceinline__ void map_row(int m, int i, Function f) {
+#pragma unroll
+        for (int n = 0; n < kN; ++n)
+#pragma unroll
+            for (int e = 2 * i; e < 2 * i + 2; ++e) v[m][n][e] = f(v[m][n][e]);
+    }
+
     // Two adjacent elements of a row, rounded.
     template <class Element>
     __device__ __forceinline__ uint32_t pack(int m, int n, int i) const {

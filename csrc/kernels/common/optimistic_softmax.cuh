@@ -83,9 +83,7 @@ struct OptimisticSoftmax : OnlineSoftmax<16> {
                                                  Scale scale) const {
         float sums[2][2];  // four chains of additions
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            sums[i][0] = sums[i][1] = 0.f;
-        }
+        for (int i = 0; i < 2; ++i) sums[i][0] = sums[i][1] = 0.f;
 #pragma unroll
         for (int k = 0; k < kCols / 16; ++k)
 #pragma unroll

@@ -88,13 +88,9 @@ template <class Scores, class Scale>
 __device__ __forceinline__ void center_large(Scores& s, int m, int i, float max, Scale scale) {
     if (!is_large(max)) [[likely]]
         return;
-#pragma unroll
-    for (int n = 0; n < Scores::kN; ++n)
-#pragma unroll
-        for (int e = 2 * i; e < 2 * i + 2; ++e) {
-            float& x = s.v[m][n][e];
-            x = (round_up(x, scale) - finite_max(max)) * 0x1p100f;  // by far more than 1 / scale
-        }
+    s.map_row(m, i, [&](float x) {
+        return (round_up(x, scale) - finite_max(max)) * 0x1p100f;  // by far more than 1 / scale
+    });
 }
 
 // Row 16 m + lane_row() + 8 i of P from its scores: 2^(s scale - subtracted). Returns `sum` and the
@@ -102,14 +98,11 @@ __device__ __forceinline__ void center_large(Scores& s, int m, int i, float max,
 template <class Scores, class Scale>
 __device__ __forceinline__ float exponentiate_row(Scores& s, int m, int i, Scale scale,
                                                   float subtracted, float sum) {
-#pragma unroll
-    for (int n = 0; n < Scores::kN; ++n)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-            float& x = s.v[m][n][2 * i + e];
-            x = ptx::ex2(x * scale - subtracted);
-            sum += x;
-        }
+    s.map_row(m, i, [&](float x) {
+        const float p = ptx::ex2(x * scale - subtracted);
+        sum += p;
+        return p;
+    });
     return sum;
 }
 
@@ -139,21 +132,15 @@ struct OnlineSoftmax {
     float row_sum[kM][2];  // this lane's share
 
     __device__ __forceinline__ OnlineSoftmax() {
-#pragma unroll
-        for (int m = 0; m < kM; ++m)
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                row_max[m][i] = -INFINITY;
-                row_sum[m][i] = 0.f;
-            }
+        for_each_row<kRows>([&](int m, int i, int) {
+            row_max[m][i] = -INFINITY;
+            row_sum[m][i] = 0.f;
+        });
     }
 
     // A score that every row has before its first key, with the value 0: it counts only in the sum.
     __device__ __forceinline__ void begin_with(float score) {
-#pragma unroll
-        for (int m = 0; m < kM; ++m)
-#pragma unroll
-            for (int i = 0; i < 2; ++i) begin_with(score, m, i);
+        for_each_row<kRows>([&](int m, int i, int) { begin_with(score, m, i); });
     }
     // The same for row 16 m + lane_row() + 8 i.
     __device__ __forceinline__ void begin_with(float score, int m, int i) {
@@ -176,42 +163,26 @@ struct OnlineSoftmax {
     __device__ __forceinline__ void update(Scores& s, Output& o, Scale scale) {
         float tile_max[kM][2], subtracted[kM][2];
         bool rescale = false;
-#pragma unroll
-        for (int m = 0; m < kM; ++m)
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                tile_max[m][i] = s.row_max(m, i);
-                subtracted[m][i] = stale_subtrahend(row_max[m][i]);
-                rescale |= !(tile_max[m][i] * scale - subtracted[m][i] <= kRescaleThreshold);
-            }
-        if (__any_sync(0xffffffff, rescale)) {
-#pragma unroll
-            for (int m = 0; m < kM; ++m)
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    const float factor = raise_max(tile_max[m][i], m, i, scale);
-                    subtracted[m][i] = subtrahend(row_max[m][i]);
-                    center_large(s, m, i, row_max[m][i], scale);
-#pragma unroll
-                    for (int n = 0; n < Output::kN; ++n) {
-                        o.v[m][n][2 * i] *= factor;
-                        o.v[m][n][2 * i + 1] *= factor;
-                    }
-                }
-        }
-#pragma unroll
-        for (int m = 0; m < kM; ++m)
-#pragma unroll
-            for (int i = 0; i < 2; ++i)
-                row_sum[m][i] = exponentiate_row(s, m, i, scale, subtracted[m][i], row_sum[m][i]);
+        for_each_row<kRows>([&](int m, int i, int) {
+            tile_max[m][i] = s.row_max(m, i);
+            subtracted[m][i] = stale_subtrahend(row_max[m][i]);
+            rescale |= !(tile_max[m][i] * scale - subtracted[m][i] <= kRescaleThreshold);
+        });
+        if (__any_sync(0xffffffff, rescale))
+            for_each_row<kRows>([&](int m, int i, int) {
+                const float factor = raise_max(tile_max[m][i], m, i, scale);
+                subtracted[m][i] = subtrahend(row_max[m][i]);
+                center_large(s, m, i, row_max[m][i], scale);
+                o.map_row(m, i, [&](float x) { return x * factor; });
+            });
+        for_each_row<kRows>([&](int m, int i, int) {
+            row_sum[m][i] = exponentiate_row(s, m, i, scale, subtracted[m][i], row_sum[m][i]);
+        });
     }
 
     // After the last tile: row_sum becomes that of the whole row, in every lane of its quad.
     __device__ __forceinline__ void finish() {
-#pragma unroll
-        for (int m = 0; m < kM; ++m)
-#pragma unroll
-            for (int i = 0; i < 2; ++i) row_sum[m][i] = quad_sum(row_sum[m][i]);
+        for_each_row<kRows>([&](int m, int i, int) { row_sum[m][i] = quad_sum(row_sum[m][i]); });
     }
 
     // Of row 16 m + lane_row() + 8 i, where i need not be a compile-time constant.

@@ -44,8 +44,8 @@
 #include "schedule/tile_numbers.cuh"
 #include "schedule/tile_order.cuh"
 #include "tile/copy.cuh"
+#include "tile/cp_async_pipeline.cuh"
 #include "tile/gemm.cuh"
-#include "tile/pipeline.cuh"
 
 namespace flash_ext {
 
@@ -66,12 +66,11 @@ struct Fa2Forward {
     using VTile = SharedTile<Element, kBlockKV, kHeadDimV>;
     using OTile = SharedTile<Element, kBlockQ, kHeadDimV>;  // is stored through Q's memory
     // The loop loads one stage ahead.
-    using KVPipeline = Pipeline<2, KTile::kBytes + VTile::kBytes>;
+    using KVPipeline = CpAsyncPipeline<2, KTile::kBytes + VTile::kBytes, kThreads>;
 
     struct SharedStorage {
         char q_o[max_of(QTile::kBytes, OTile::kBytes)];
-        typename KVPipeline::Stages kv;
-        typename KVPipeline::Barriers kv_barriers;
+        typename KVPipeline::Storage kv;
         TileCoord tile_coord;
     };
     static constexpr int kSharedBytes = sizeof(SharedStorage);
@@ -109,7 +108,7 @@ struct Fa2Forward {
           first_query(tile_coord.first_row),
           warp_row(warp_id() * kRowsPerWarp),
           sQ(ptx::shared_address(dynamic_shared())),
-          pipeline(storage().kv, storage().kv_barriers) {}
+          pipeline{sQ + static_cast<uint32_t>(offsetof(SharedStorage, kv))} {}
 
     static __device__ __forceinline__ SharedStorage& storage() {
         return shared_storage<SharedStorage>();
@@ -167,9 +166,6 @@ struct Fa2Forward {
         k_cursor.start(keys.tile<Element>(params.k, head_k(), first_key, 0));
         v_cursor.start(keys.tile<Element>(params.v, head_k(), first_key, 0));
     }
-    static __device__ __forceinline__ auto in_iteration(uint32_t i) {
-        return KVPipeline::State::in_iteration(i);
-    }
     // Into a stage of the pipeline; kAllRows as for TileCursor::load.
     template <bool kAllRows>
     __device__ __forceinline__ void load_k(const VisibleTiles& kv_tiles, int i, uint32_t stage) {
@@ -189,11 +185,7 @@ struct Fa2Forward {
                                        params.aligned, keys.step(view, first_key, next_key));
     }
     __device__ __forceinline__ void commit(uint32_t stage) const {
-        if (!kUnaligned || params.aligned) {
-            pipeline.producer_commit_after_cp_async(in_iteration(stage));
-        } else {
-            pipeline.producer_commit(in_iteration(stage));
-        }
+        pipeline.producer_commit(stage, !kUnaligned || params.aligned);
     }
 
     // S = Q K^T, masked.
@@ -202,7 +194,7 @@ struct Fa2Forward {
                                           uint32_t stage) const {
         rS.clear();
         gemm<Element, kHeadDim>(rS, q, BFromRows<KTile>(sK(stage)));
-        pipeline.consumer_release(in_iteration(stage));
+        pipeline.consumer_release(stage);
 
         const Fa2Forward cta = in_loop();
         const Interval queries{cta.first_query, cta.first_query + kBlockQ};
@@ -239,27 +231,21 @@ struct Fa2Forward {
         const int64_t first = statistics + (is_split ? split() * statistics_rows(params) : 0);
         // One pointer for both, which saves registers.
         float* target = is_split ? &params.statistics_partial[first].max : params.lse + first;
-#pragma unroll
-        for (int m = 0; m < Output::kM; ++m)
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                float factor = softmax.inverse_sum(m, i);
-                if constexpr (contains(kOptions, OptionSet::kDropout)) factor *= params.late_factor;
-#pragma unroll
-                for (int n = 0; n < Output::kN; ++n) {
-                    rO.v[m][n][2 * i] *= factor;
-                    rO.v[m][n][2 * i + 1] *= factor;
-                }
-                const float lse = softmax.lse(m, i);
-                const int row = first_row + 16 * m + lane_row() + 8 * i;
-                if (lane_col() != 0 || row >= sequence.seqlen_q) continue;
-                if (is_split) {
-                    target[2 * row] = softmax.row_max[m][i];
-                    target[2 * row + 1] = softmax.row_sum[m][i];
-                } else {
-                    target[row] = lse;
-                }
+        for_each_row<kRowsPerWarp>([&](int m, int i, int row_of_warp) {
+            const float factor =
+                softmax.inverse_sum(m, i) *
+                (contains(kOptions, OptionSet::kDropout) ? params.late_factor : 1.f);
+            rO.map_row(m, i, [&](float x) { return x * factor; });
+            const float lse = softmax.lse(m, i);
+            const int row = first_row + row_of_warp;
+            if (lane_col() != 0 || row >= sequence.seqlen_q) return;
+            if (is_split) {
+                target[2 * row] = softmax.row_max[m][i];
+                target[2 * row + 1] = softmax.row_sum[m][i];
+            } else {
+                target[row] = lse;
             }
+        });
         if (is_split) {
             store_rows(params.o_partial, rO, [&](int row) {
                 const int query = first_row + row;
@@ -286,9 +272,7 @@ struct Fa2Forward {
         return cta;
     }
 
-    __device__ __forceinline__ uint32_t sV(uint32_t stage) const {
-        return pipeline.stage(in_iteration(stage));
-    }
+    __device__ __forceinline__ uint32_t sV(uint32_t stage) const { return pipeline.stage(stage); }
     __device__ __forceinline__ uint32_t sK(uint32_t stage) const {
         return sV(stage) + VTile::kBytes;
     }
@@ -306,7 +290,7 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerSm)
     const int last = kv_tiles.end - 1;
 
     if (threadIdx.x == 0) {
-        cta.pipeline.init(Kernel::kThreads, Kernel::kThreads);
+        cta.pipeline.init();
         cta.storage().tile_coord = tile_coord;
     }
     __syncthreads();  // the pipeline's barriers and the tile coordinates are written
@@ -318,7 +302,7 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerSm)
         cta.template load_v<false>(kv_tiles, last, 1);
         if (last > kv_tiles.begin) cta.template load_k<true>(kv_tiles, last - 1, 1);
         cta.commit(1);
-        cta.pipeline.consumer_wait({});
+        cta.pipeline.consumer_wait(0);
     } else {
         ptx::cp_async_commit();
         ptx::cp_async_wait<0>();
@@ -339,10 +323,10 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerSm)
         typename Kernel::Scores rS;
         cta.score(rS, q, kv_tiles, i, stage);
         cta.exponentiate(rS, rO, softmax, kv_tiles.tile(i));
-        cta.pipeline.consumer_wait(cta.in_iteration(stage + 1));
+        cta.pipeline.consumer_wait(stage + 1);
         cta.accumulate(rO, rS, stage + 1);
         if (i > kv_tiles.begin) {
-            cta.pipeline.producer_acquire(cta.in_iteration(stage + 2));
+            cta.pipeline.producer_acquire(stage + 2);
             cta.template load_v<true>(kv_tiles, i - 1, stage + 2);
             if (i - 1 > kv_tiles.begin) cta.template load_k<true>(kv_tiles, i - 2, stage + 2);
             cta.commit(stage + 2);
