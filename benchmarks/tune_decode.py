@@ -20,7 +20,7 @@ from timing import Timer
 
 HOOK = "FLASH_EXT_FORCE_SPLITS"
 HEAD_DIM, ROWS, CTAS_PER_SM = 128, 16, 2  # kFa3Decode at 128, few_rows; many_rows has one CTA
-CLUSTER = 8  # kMostClusterSplits
+CLUSTER = 8  # kMaxClusterSplits
 SPLITS = (1, 2, 4, *range(CLUSTER, 15 * CLUSTER + 1, CLUSTER))  # those that a plan considers
 
 

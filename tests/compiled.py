@@ -77,7 +77,7 @@ def python_module(name: str, sources: Sequence[Path], flags: Sequence[str] = ())
 
 @functools.cache
 def load_host_side() -> None:
-    """Gives the host's side of the CUDA kernels, node.cpp and sdpa.cpp, to the CPU's."""
+    """Gives the host's side of the CUDA kernels, node.cpp, sdpa.cpp and accept.h, to the CPU's."""
     import torch
 
     from flash_ext.ops.options import schema_options
@@ -99,5 +99,11 @@ def load_host_side() -> None:
     schemas = torch.library.Library("flash_ext", "FRAGMENT")
     schemas.define(f"node_options_CPU({schema_options()}) -> float")
     schemas.define("sdpa_override_CPU(bool on, bool with_out) -> ()")
+    inputs = "Tensor q, Tensor k, Tensor v"
+    results = "Tensor out, Tensor lse"
+    schemas.define(f"refused_fwd({inputs}, {schema_options()}) -> str")
+    schemas.define(
+        f"refused_bwd(Tensor dout, Tensor? dlse, {inputs}, {results}, {schema_options()}) -> str"
+    )
     load_host_side.schemas = schemas  # type: ignore[attr-defined]  # they last as long as it does
     torch.ops.load_library(library)

@@ -309,7 +309,7 @@ def call(op: str, arguments: Arguments) -> Any:
     tensors = ("q", "k", "v")
     backward = ("dout", "dlse", "q", "k", "v", "out", "lse")
     options = {name: x for name, x in arguments.items() if name not in backward}
-    names = backward if op == "bwd" else tensors
+    names = backward if op.endswith("bwd") else tensors
     return getattr(torch.ops.flash_ext, op)(*(arguments[name] for name in names), **options)
 
 

@@ -688,7 +688,7 @@ def test_blocks_are_counted_in_debugging(name: str, monkeypatch: pytest.MonkeyPa
     for blocks in (least, least + 3):
         descale = torch.ones(2, heads, blocks, device="cuda")
         torch.ops.flash_ext.fwd(**arguments, **{name: descale})
-    with pytest.raises(ERRORS, match=f"{name} must be of at least {least} blocks"):
+    with pytest.raises(ERRORS, match=rf"{name} must be .* at least {least}\), got"):
         torch.ops.flash_ext.fwd(**arguments, **{name: descale[..., : least - 1]})
 
 

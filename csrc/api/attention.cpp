@@ -9,8 +9,11 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <span>
+#include <stdexcept>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "api/check.h"
@@ -23,11 +26,6 @@ namespace flash_ext {
 namespace {
 
 TensorView view(const Tensor& tensor) { return operand("", tensor).view(); }
-
-template <class T>
-const T* data_of(const std::optional<Tensor>& tensor) {
-    return tensor ? static_cast<const T*>(tensor->data_ptr()) : nullptr;
-}
 
 Bias bias_of(const Tensor& tensor) {
     Bias bias;
@@ -58,6 +56,12 @@ Descale descale_of(const std::optional<Tensor>& tensor, bool of_queries) {
     descale.last_block = static_cast<int>(tensor->size(2)) - 1;
     descale.by_query_head = of_queries;
     return descale;
+}
+
+// The dtype of out, for that of q.
+ScalarType out_dtype(ScalarType dtype, const Options& options) {
+    if (options.out_dtype) return *options.out_dtype;
+    return has_8_bits(dtype) ? ScalarType::BFloat16 : dtype;
 }
 
 // Everything but the results of the pass. `operands`: q, k, v; out and dout in a backward.
@@ -113,6 +117,22 @@ void fill_params(AttentionParams& params, const Sizes& sizes, std::span<const Op
     params.aligned = std::ranges::all_of(operands, &Operand::is_aligned);
 }
 
+Sizes check_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Options& options) {
+    const std::optional<Sizes> sizes = accept_forward(q, k, v, options);
+    if (!sizes) refuse("fwd", q, k, v, options, /*reads=*/false);
+    check_architecture(q);
+    return *sizes;
+}
+
+// With FLASH_EXT_DEBUG=1 the lengths of sequences, which are on the device, are read and checked.
+void debug_lengths(const Tensor& q, const Tensor& k, const Tensor& v, const Options& options) {
+    if (!options.cu_seqlens_q && !options.seqused_k) return;
+    const char* debug = std::getenv("FLASH_EXT_DEBUG");
+    if (debug == nullptr || std::string_view(debug) == "" || std::string_view(debug) == "0") return;
+    const std::string why = refusal("fwd", q, k, v, options, /*reads=*/true);
+    if (!why.empty()) throw std::runtime_error(why);
+}
+
 // Kernels read the keys of a bias side by side, or one for all of them. The copy, if there is one.
 Tensor make_readable(Bias& bias, const Options& options) {
     const std::optional<Tensor>& given = options.bias;
@@ -126,7 +146,7 @@ Tensor make_readable(Bias& bias, const Options& options) {
 Variant forward_variant(AttentionParams params, std::span<const Operand> operands, const Tensor& q,
                         const Options& options) {
     params.aligned = std::ranges::all_of(operands, &Operand::is_aligned);
-    const Choice choice = choose_forward({device_of(q), params, operands}, check_variant(options));
+    const Choice choice = choose_forward({device_of(q), params, operands}, variant_of(options));
     if (!choice.variant) fail(choice.why);
     return *choice.variant;
 }
@@ -156,9 +176,12 @@ Tensor empty_strided(const Tensor& x, const std::vector<int64_t>& sizes,
     AtenTensorHandle handle = nullptr;
     if (aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
                                  code, aoti_torch_device_type_cuda(), x.get_device_index(),
-                                 &handle) != 0)
-        throw_failure("CUDA out of memory. flash_ext tried to allocate a tensor of shape " +
-                      shape_text(sizes) + " on cuda:" + std::to_string(x.get_device_index()));
+                                 &handle) != 0) {
+        std::string shape;
+        for (const int64_t size : sizes) shape += text(shape.empty() ? "" : ", ", size);
+        throw_failure(text("CUDA out of memory. flash_ext tried to allocate a tensor of shape (",
+                           shape, ") on cuda:", x.get_device_index()));
+    }
     return Tensor(handle);
 }
 
@@ -190,7 +213,7 @@ std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, c
     plan.variant = forward_variant(params, operands, q, options);
     const cudaStream_t stream = current_stream(q);
     const Tensor bias = make_readable(params.bias, options);
-    debug_seqlens(sizes, options, stream);
+    debug_lengths(q, k, v, options);
 
     const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
     Tensor out = into;
@@ -208,19 +231,21 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     const Tensor& dout, const std::optional<Tensor>& dlse, const Tensor& q, const Tensor& k,
     const Tensor& v, const Tensor& out, const Tensor& lse, const Options& options, bool need_dbias,
     const std::tuple<Tensor, Tensor, Tensor>& into) {
-    const Sizes sizes = check_backward(dout, dlse, q, k, v, out, lse, options);
+    const std::optional<Sizes> sizes = accept_backward(dout, dlse, q, k, v, out, lse, options);
+    if (!sizes) refuse("bwd", dout, dlse, q, k, v, out, lse, options);
+    check_architecture(q);
     const Operand operands[] = {operand("q", q), operand("k", k), operand("v", v),
                                 operand("out", out), operand("dout", dout)};
     BackwardPlan plan{};
     BackwardParams& params = plan.params;
-    fill_params(params, sizes, operands, q, options, 0x1p15f);  // P is up to 1
+    fill_params(params, *sizes, operands, q, options, 0x1p15f);  // P is up to 1
     const Variant forward = forward_variant(params, std::span(operands).first(3), q, options);
     const Choice choice = choose_backward({device_of(q), params, operands}, forward);
     if (!choice.variant) fail(choice.why);
     plan.variant = *choice.variant;
     const cudaStream_t stream = current_stream(q);
     const Tensor bias = make_readable(params.bias, options);
-    debug_seqlens(sizes, options, stream);
+    debug_lengths(q, k, v, options);
     params.ds_factor = std::sqrt(params.p_factor * params.late_factor);
     params.inverse_ds_factor = 1.f / params.ds_factor;
     params.gradient_scale = params.scale * params.ds_factor;

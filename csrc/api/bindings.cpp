@@ -1,5 +1,4 @@
-// The ops of attention that flash_ext/ops/ defines, and the targets of the kernels. The CPU kernels
-// have the same checks of tensors that results are written into, in flash_ext/cpu/into.py.
+// The ops of attention that flash_ext/ops/ defines, and the targets of the kernels.
 #include <torch/csrc/stable/ops.h>
 
 #include <tuple>
@@ -32,33 +31,31 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> bwd(const Tensor& dout,
     return {dq, dk, dv, or_empty(dbias, q), or_empty(dsink, q)};
 }
 
-void require_into(const char* argument, const Tensor& into, const Tensor& like, int64_t last) {
+// May a result like `like`, but for the last size, be written into this tensor?
+bool accepts_into(const Tensor& into, const Tensor& like, const Tensor& last) {
+    if (like.dim() < 3 || like.dim() > 4 || last.dim() == 0) return true;  // refused by itself
     std::vector<int64_t> shape(like.sizes().begin(), like.sizes().end());
-    if (!shape.empty()) shape.back() = last;
-    require_shape(argument, into, shape, "its result's");
-    require_like(argument, into, like);
-    if (into.numel() == 0 || into.dim() > 4) return;   // which check_forward refuses
-    bool fits = operand(argument, into).is_aligned();  // as the kernels' widest stores want it
+    shape.back() = last.size(last.dim() - 1);
+    if (!has_shape(into, shape) || into.scalar_type() != like.scalar_type() ||
+        into.device() != like.device() || !has_contiguous_rows(into))
+        return false;
+    if (into.numel() == 0) return true;
+    bool fits = operand("", into).is_aligned();  // as the kernels' widest stores want it
     for (int64_t dim = 0; dim + 1 < into.dim(); ++dim)
         fits = fits && (into.size(dim) == 1 || into.stride(dim) != 0);
-    if (!fits)
-        refuse(argument, "of contiguous rows of their own that begin at multiples of 16 bytes",
-               text("strides ", shape_text(into.strides())));
+    return fits;
 }
 
-// Without these `out` has q's dtype, and all gradients have a place.
-void require_plain(const Tensor& q, const Options& options) {
-    if (has_8_bits(q.scalar_type()))
-        refuse("q", "float16 or bfloat16 where results are written into tensors",
-               dtype_name(q.scalar_type()));
-    if (options.bias) refuse("bias", "None where results are written into tensors", "a tensor");
+// Otherwise `out` has another dtype than q, or a gradient has no place.
+bool is_plain_call(const Tensor& q, const Options& options) {
+    return !has_8_bits(q.scalar_type()) && !options.bias;
 }
 
 // fwd into `out`. Returns lse.
 Tensor fwd_into(const Tensor& out, const Tensor& q, const Tensor& k, const Tensor& v,
                 const Options& options) {
-    require_plain(q, options);
-    require_into("out", out, q, v.dim() > 0 ? v.size(v.dim() - 1) : 0);
+    if (!is_plain_call(q, options) || !accepts_into(out, q, v))
+        refuse("fwd_into", out, q, k, v, options);
     return std::get<1>(attention_forward(q, k, v, options, out));
 }
 
@@ -66,11 +63,9 @@ Tensor fwd_into(const Tensor& out, const Tensor& q, const Tensor& k, const Tenso
 Tensor bwd_into(const Tensor& dq, const Tensor& dk, const Tensor& dv, const Tensor& dout,
                 const std::optional<Tensor>& dlse, const Tensor& q, const Tensor& k,
                 const Tensor& v, const Tensor& out, const Tensor& lse, const Options& options) {
-    require_plain(q, options);
-    const std::tuple<const char*, const Tensor*, const Tensor*> results[] = {
-        {"dq", &dq, &q}, {"dk", &dk, &k}, {"dv", &dv, &v}};
-    for (const auto& [name, into, like] : results)
-        require_into(name, *into, *like, like->dim() > 0 ? like->size(like->dim() - 1) : 0);
+    if (!is_plain_call(q, options) || !accepts_into(dq, q, q) || !accepts_into(dk, k, k) ||
+        !accepts_into(dv, v, v))
+        refuse("bwd_into", dq, dk, dv, dout, dlse, q, k, v, out, lse, options);
     const auto gradients = attention_backward(dout, dlse, q, k, v, out, lse, options,
                                               /*need_dbias=*/false, {dq, dk, dv});
     return or_empty(std::get<4>(gradients), q);

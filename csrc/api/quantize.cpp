@@ -1,10 +1,14 @@
-// From tensors to the kernels that quantize to FP8. The CPU kernels have the same checks in
-// flash_ext/cpu/quantize.py.
+// From tensors to the kernels that quantize to FP8. Calls that are not accepted are refused in the
+// words of flash_ext/cpu/quantize.py.
 #include <torch/csrc/stable/accelerator.h>
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
+#include <optional>
 #include <string>
+#include <string_view>
+#include <tuple>
 #include <vector>
 
 #include "api/boxing.h"
@@ -26,28 +30,19 @@ struct QuantizeOptions {
     auto fields() { return std::tie(signs, mean, cu_seqlens, seqused, blocks, dtype); }
 };
 
-constexpr const char* kScalesNames[] = {"tensor", "head", "block", "channel"};
-
-Scales check_scales(const std::string& scales) {
-    for (int i = 0; i < 4; ++i)
-        if (scales == kScalesNames[i]) return static_cast<Scales>(i);
-    refuse("scales", "'tensor' or 'head' or 'block' or 'channel'", "'" + scales + "'");
-}
+constexpr std::string_view kScalesNames[] = {"tensor", "head", "block", "channel"};
 
 // Kernels read several elements at a time.
-void require_aligned(const char* argument, const Tensor& tensor, uintptr_t bytes) {
-    const uintptr_t address = reinterpret_cast<uintptr_t>(tensor.data_ptr());
-    if (tensor.numel() > 0 && address % bytes != 0)
-        refuse(argument, text("aligned to ", bytes, " bytes"),
-               text("a tensor that starts ", address % bytes, " bytes after"));
+bool is_aligned(const Tensor& x, uintptr_t bytes) {
+    return x.numel() == 0 || reinterpret_cast<uintptr_t>(x.data_ptr()) % bytes == 0;
 }
 
 // The only GPUs with attention in FP8.
 void check_hopper(const Tensor& x) {
     const GpuModel& device = device_of(x);
     if (device.major != 9)
-        refuse("the GPU", "a Hopper GPU (compute capability 9.0), as for attention in FP8",
-               text(device.major, ".", device.minor));
+        fail("the GPU must be a Hopper GPU (compute capability 9.0), as for attention in FP8, got ",
+             device.major, ".", device.minor);
 #ifndef FLASH_EXT_SM90A
     fail("quantization to FP8 was not built: add 90a to FLASH_EXT_CUDA_ARCHS");
 #endif
@@ -56,48 +51,29 @@ void check_hopper(const Tensor& x) {
 // Kernels read 16 bytes at a time.
 Tensor with_aligned_rows(const Tensor& x) { return operand("x", x).is_aligned() ? x : copy_of(x); }
 
-// Everything of the params but x and the results.
-QuantizeParams check_rows(const Tensor& x, const QuantizeOptions& options) {
+// Everything of the params but x and the results; none if x or the options are refused.
+std::optional<QuantizeParams> accept_rows(const Tensor& x, const QuantizeOptions& options) {
     const bool varlen = options.cu_seqlens.has_value();
+    const Device device = x.device();
     const int64_t dims = varlen ? 3 : 4;
-    if (x.dim() != dims)
-        refuse("x",
-               varlen ? "of shape (total, heads, head_dim) with cu_seqlens"
-                      : "of shape (batch, seqlen, heads, head_dim) (packed sequences come with "
-                        "cu_seqlens)",
-               shape_text(x.sizes()));
-    if (!x.is_cuda()) refuse("x", "on a CUDA device", "a tensor elsewhere");
-    if (x.scalar_type() != ScalarType::Half && x.scalar_type() != ScalarType::BFloat16)
-        refuse("x", "float16 or bfloat16", dtype_name(x.scalar_type()));
-    require_contiguous_rows("x", x);
+    if (x.dim() != dims || !is_here(device) || !has_contiguous_rows(x) ||
+        (x.scalar_type() != ScalarType::Half && x.scalar_type() != ScalarType::BFloat16))
+        return std::nullopt;
     const int64_t rows = x.size(dims - 3), heads = x.size(dims - 2), head_dim = x.size(dims - 1);
-    if (head_dim < 16 || head_dim > tuning::kMaxHeadDim || head_dim % 16 != 0)
-        refuse("x's head dimension",
-               text("a multiple of 16 up to ", tuning::kMaxHeadDim, " on CUDA"), head_dim);
-    if (heads == 0) refuse("x's number of heads", "at least 1", heads);
-    if (rows >= int64_t{1} << 29) refuse("x's sequence length", "below 2^29", rows);
-    if (varlen && options.cu_seqlens->numel() < 1)
-        refuse("cu_seqlens", "of shape (batch + 1)", shape_text(options.cu_seqlens->sizes()));
+    if (head_dim < 16 || head_dim > tuning::kMaxHeadDim || head_dim % 16 != 0 || heads == 0 ||
+        rows >= int64_t{1} << 29 || (varlen && options.cu_seqlens->numel() < 1))
+        return std::nullopt;
     const int64_t batch = varlen ? options.cu_seqlens->numel() - 1 : x.size(0);
     const int64_t tiles =
         heads * ((varlen ? 1 : std::max<int64_t>(batch, 1)) * (rows / kScaleRows + 1) + batch + 2);
-    if (tiles >= int64_t{1} << 31)
-        refuse("x", "of fewer than 2^31 tiles of 128 rows", shape_text(x.sizes()));
-    if (varlen)
-        require_option("cu_seqlens", *options.cu_seqlens, ScalarType::Int, {batch + 1},
-                       "(batch + 1)", x);
-    if (options.seqused)
-        require_option("seqused", *options.seqused, ScalarType::Int, {batch}, "(batch)", x);
-    if (options.mean) {
-        require_option("mean", *options.mean, ScalarType::Float, {batch, heads, head_dim},
-                       "(batch, heads, head_dim)", x);
-        require_aligned("mean", *options.mean, 16);
-    }
-    if (options.signs) {
-        require_option("signs", *options.signs, ScalarType::Char, {head_dim}, "(head_dim)", x);
-        require_aligned("signs", *options.signs, 8);
-    }
-    check_hopper(x);
+    if (tiles >= int64_t{1} << 31 ||
+        !is_plain_or_none(options.cu_seqlens, device, ScalarType::Int, {batch + 1}) ||
+        !is_plain_or_none(options.seqused, device, ScalarType::Int, {batch}) ||
+        !is_plain_or_none(options.mean, device, ScalarType::Float, {batch, heads, head_dim}) ||
+        !is_plain_or_none(options.signs, device, ScalarType::Char, {head_dim}) ||
+        (options.mean && !is_aligned(*options.mean, 16)) ||
+        (options.signs && !is_aligned(*options.signs, 8)))
+        return std::nullopt;
 
     QuantizeParams params{};
     params.element_type = element_type(x.scalar_type());
@@ -106,42 +82,45 @@ QuantizeParams check_rows(const Tensor& x, const QuantizeOptions& options) {
     params.heads = static_cast<int>(heads);
     params.head_dim = static_cast<int>(head_dim);
     params.hadamard_dim = static_cast<int>(head_dim & -head_dim);
-    const auto data = [](const std::optional<Tensor>& tensor) -> const void* {
-        return tensor && tensor->numel() > 0 ? tensor->data_ptr() : nullptr;
-    };
-    params.cu_seqlens = static_cast<const int*>(data(options.cu_seqlens));
-    params.seqused = static_cast<const int*>(data(options.seqused));
-    params.signs = static_cast<const int8_t*>(data(options.signs));
-    params.mean = static_cast<const float*>(data(options.mean));
+    params.cu_seqlens = data_of<int>(options.cu_seqlens);
+    params.seqused = data_of<int>(options.seqused);
+    params.signs = data_of<int8_t>(options.signs);
+    params.mean = data_of<float>(options.mean);
     return params;
+}
+
+// The same for quantization to x_8bit.
+std::optional<QuantizeParams> accept_quantize(const Tensor& x, const std::string& scales,
+                                              const QuantizeOptions& options, ScalarType dtype) {
+    std::optional<QuantizeParams> params = accept_rows(x, options);
+    const auto* kind = std::ranges::find(kScalesNames, scales);
+    if (!params || kind == std::end(kScalesNames)) return std::nullopt;
+    params->scales = static_cast<Scales>(kind - kScalesNames);
+    params->to_int8 = dtype == ScalarType::Char;
+    params->blocks = static_cast<int>(options.blocks);
+    const bool of_blocks = params->scales == Scales::kBlock;
+    const int64_t blocks = ceil_div<int64_t>(x.size(x.dim() - 3), kScaleRows);
+    const bool accepted =
+        (dtype == ScalarType::Float8_e4m3fn || (params->to_int8 && of_blocks)) &&
+        !(params->scales == Scales::kChannel && (options.signs || options.mean)) &&
+        options.blocks >= 0 && options.blocks < int64_t{1} << 31 &&
+        (!of_blocks || options.cu_seqlens || options.blocks == blocks);
+    return accepted ? params : std::nullopt;
 }
 
 // x_8bit and descale.
 std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x, const std::string& scales,
                                          const QuantizeOptions& options) {
-    const Scales kind = check_scales(scales);
-    QuantizeParams params = check_rows(x, options);
-    if (options.signs && kind == Scales::kChannel)
-        refuse("signs", "None with scales='channel' (a rotation mixes the channels)", "a tensor");
-    if (options.mean && kind == Scales::kChannel)
-        refuse("mean", "None with scales='channel', which is for v", "a tensor");
-    const int64_t blocks = ceil_div<int64_t>(x.size(x.dim() - 3), kScaleRows);
-    if (kind == Scales::kBlock && !options.cu_seqlens && options.blocks != blocks)
-        refuse("blocks", text("ceil(seqlen / 128) = ", blocks), options.blocks);
-    if (options.blocks < 0 || options.blocks >= int64_t{1} << 31)
-        refuse("blocks", "at least 0 and below 2^31", options.blocks);
     const ScalarType dtype = options.dtype.value_or(ScalarType::Float8_e4m3fn);
-    if (dtype != ScalarType::Float8_e4m3fn && dtype != ScalarType::Char)
-        refuse("dtype", "float8_e4m3fn or int8", dtype_name(dtype));
-    params.to_int8 = dtype == ScalarType::Char;
-    if (params.to_int8 && kind != Scales::kBlock)
-        refuse("dtype", "float8_e4m3fn unless scales='block'", dtype_name(dtype));
-    params.scales = kind;
-    params.blocks = static_cast<int>(options.blocks);
+    const std::optional<QuantizeParams> accepted = accept_quantize(x, scales, options, dtype);
+    if (!accepted) refuse("fp8_quantize", x, scales, options);
+    check_hopper(x);
+    QuantizeParams params = *accepted;
+    const Scales kind = params.scales;
     const float largest = params.to_int8 ? kMaxInt8 : kMaxFloat8;
     params.numerator = largest * (params.to_int8 ? kInt8Unit : 1.f) / kSumDivisor;
     const int divisor = !options.mean ? 1 : options.signs ? kSumDivisor : kDifferenceDivisor;
-    params.least_amax = params.numerator / (kMostFactor / divisor);
+    params.least_amax = params.numerator / (kMaxFactor / divisor);
     // The Hadamard matrix is orthonormal but for this factor.
     const double norm = options.signs ? 1.0 / std::sqrt(double(params.hadamard_dim)) : 1.0;
     params.descale_of_1 = kSumDivisor * norm / largest;
@@ -167,7 +146,10 @@ std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x, const std::string& sca
 // (B, H, D), float32.
 Tensor mean_of_rows(const Tensor& x, const std::optional<Tensor>& cu_seqlens,
                     const std::optional<Tensor>& seqused) {
-    QuantizeParams params = check_rows(x, {.cu_seqlens = cu_seqlens, .seqused = seqused});
+    const auto accepted = accept_rows(x, {.cu_seqlens = cu_seqlens, .seqused = seqused});
+    if (!accepted) refuse("fp8_token_mean", x, cu_seqlens, seqused);
+    check_hopper(x);
+    QuantizeParams params = *accepted;
     const cudaStream_t stream = current_stream(x);
 
     const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());

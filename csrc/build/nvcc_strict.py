@@ -16,6 +16,7 @@ The files of fa3 and of FP8 are compiled only for sm_90a where that is among the
 from __future__ import annotations
 
 import json
+import operator
 import os
 import re
 import shutil
@@ -50,6 +51,7 @@ def parse(lines: list[str]) -> tuple[list[dict], list[str]]:
     kernels: list[dict] = []
     complaints: list[str] = []
     arch = ""
+    nothing = {"stack": 0, "spill_stores": 0, "spill_loads": 0, "registers": 0, "seconds": 0.0}
     for line in lines:
         if SPILL.search(line):
             continue
@@ -58,7 +60,7 @@ def parse(lines: list[str]) -> tuple[list[dict], list[str]]:
         elif match := re.search(r"Compiling entry function '\S+' for '(\S+)'", line):
             arch = match[1]
         elif match := re.search(r"Function properties for (\S+)", line):
-            kernels.append({"name": match[1], "arch": arch})
+            kernels.append({"name": match[1], "arch": arch} | nothing)
         elif not kernels:
             continue
         elif match := re.search(r"(\d+) bytes stack frame, (\d+).* stores, (\d+)", line):
@@ -68,11 +70,11 @@ def parse(lines: list[str]) -> tuple[list[dict], list[str]]:
             kernels[-1]["registers"] = int(match[1])
         elif match := re.search(r"Compile time = ([\d.]+) ms", line):
             kernels[-1]["seconds"] = float(match[1]) / 1000
-    spilled = [k for k in kernels if k.get("stack") or k.get("spill_stores")]
     complaints += [
         "{name} ({arch}): {stack} bytes of stack, {spill_stores} of spill stores,"
         " {spill_loads} of spill loads".format(**kernel)
-        for kernel in spilled
+        for kernel in kernels
+        if kernel["stack"] or kernel["spill_stores"]
     ]
     return kernels, complaints
 
@@ -128,7 +130,7 @@ def compile_one(command: list[str]) -> int:
     seconds = time.monotonic() - start
     record = {"seconds": seconds, "kernels": kernels, "complaints": complaints}
     Path(f"{obj}.ptxas.json").write_text(json.dumps(record, indent=1))
-    registers = max((kernel.get("registers", 0) for kernel in kernels), default=0)
+    registers = max((kernel["registers"] for kernel in kernels), default=0)
     print(f"    {obj.stem}: {len(kernels)} kernels, {registers} registers at most, {seconds:.1f} s")
     return 0
 
@@ -138,24 +140,20 @@ def report(objects: list[Path], table: Path) -> list[str]:
 
     They are also those of objects that an earlier build accepted, which are not compiled again.
     """
-    rows = []
-    complaints = []
+    row = (
+        "{arch:>9} {registers:>6} {spill_stores:>6} {spill_loads:>6} {seconds:>7.2f}"
+        "  {file}: {name}"
+    )
+    rows, complaints = [], []
     for obj in objects:
         path = Path(f"{obj}.ptxas.json")
         if not path.exists():  # not an nvcc object
             continue
         record = json.loads(path.read_text())
         complaints += [f"{obj.stem}: {line}" for line in record["complaints"]]
-        for kernel in sorted(
-            record["kernels"], key=lambda kernel: (kernel["name"], kernel["arch"])
-        ):
-            numbers = [kernel.get(key, 0) for key in ("registers", "spill_stores", "spill_loads")]
-            seconds = kernel.get("seconds", 0.0)
-            columns = "{:>9} {:>6} {:>6} {:>6} {:>7.2f}".format(kernel["arch"], *numbers, seconds)
-            rows.append(f"{columns}  {obj.stem}: {kernel['name']}")
-    head = "{:>9} {:>6} {:>6} {:>6} {:>7}  {}".format(
-        "target", "regs", "spillS", "spillL", "s", "file: kernel"
-    )
+        kernels = sorted(record["kernels"], key=operator.itemgetter("name", "arch"))
+        rows += [row.format(file=obj.stem, **kernel) for kernel in kernels]
+    head = f"{'target':>9} {'regs':>6} {'spillS':>6} {'spillL':>6} {'s':>7}  file: kernel"
     table.parent.mkdir(parents=True, exist_ok=True)
     table.write_text(demangle("\n".join([head, *rows]) + "\n"))
     return demangle("\n".join(complaints)).splitlines()

@@ -27,6 +27,10 @@ inline double waves(double tiles, double at_once, bool equal) {
     return equal ? std::ceil(filled) : filled;
 }
 
+inline HeadDims head_dims(const AttentionParams& params) {
+    return {params.head_dim, params.head_dim_v};
+}
+
 // The query heads that share keys; 1 without any.
 inline int group_or_one(const AttentionParams& params) {
     return params.heads_q / max_of(params.heads_k, 1);
@@ -34,9 +38,13 @@ inline int group_or_one(const AttentionParams& params) {
 
 // --- The order of tiles ---
 
-// What a query of a backward has in L2: its rows of Q and dO, and of dQ in float32.
-constexpr int64_t bytes_of_q_do_dq(ElementType type, HeadDims dims) {
-    return int64_t{element_bytes(type)} * (dims.qk + dims.v) + int64_t{4} * dims.qk;
+// A row of K and one of V, or of Q and of dO.
+inline int64_t row_bytes(const AttentionParams& params, HeadDims dims) {
+    return int64_t{element_bytes(params.element_type)} * (dims.qk + dims.v);
+}
+// What a query of a backward has in L2: also its row of dQ, in float32.
+inline int64_t row_bytes_with_dq(const AttentionParams& params, HeadDims dims) {
+    return row_bytes(params, dims) + int64_t{4} * dims.qk;
 }
 
 // The heads of an L2 swizzle group, from the bytes of the operands that the tiles of a head share.
@@ -75,9 +83,9 @@ constexpr int l2_group_waves(const AttentionParams& params, bool masked) {
 // heads are then worked on at the same time: not where their K and V exceed half of an H100's L2.
 // Without a mask it gains little, and loses where K and V are not in L2 before (note 022).
 inline Schedule with_whole_heads(Schedule schedule, int64_t bytes_per_head, const GpuModel& gpu) {
-    constexpr int kMostTilesAtOnce = 3;
+    constexpr int kMaxTilesAtOnce = 3;
     const int64_t heads = int64_t{schedule.heads} * schedule.batch;
-    if (schedule.tiles > 1 && schedule.tiles <= kMostTilesAtOnce && heads <= gpu.sms &&
+    if (schedule.tiles > 1 && schedule.tiles <= kMaxTilesAtOnce && heads <= gpu.sms &&
         8 * heads >= 7 * int64_t{gpu.sms} && heads * bytes_per_head <= gpu.l2_share / 4 * 3) {
         schedule.l2_group_heads = 1;
         schedule.tiles_at_once = schedule.tiles;
@@ -91,9 +99,8 @@ inline Schedule forward_schedule(const AttentionParams& params, const MaskSummar
                                  const GpuModel& gpu, int splits = 1,
                                  bool may_take_whole_heads = false) {
     const bool masked = mask.hides_later;
-    const int64_t bytes_per_head = int64_t{element_bytes(params.element_type)} *
-                                   (dims.qk + dims.v) * params.seqlen_k * params.heads_k /
-                                   max_of(tiles.heads, 1);
+    const int64_t bytes_per_head =
+        row_bytes(params, dims) * params.seqlen_k * params.heads_k / max_of(tiles.heads, 1);
     Schedule schedule =
         make_schedule(tile_numbers(params, params.seqlen_q, tiles.queries), tiles.heads,
                       tensor_batches(params), masked || params.cu_seqlens_q != nullptr,
@@ -106,7 +113,7 @@ inline Schedule forward_schedule(const AttentionParams& params, const MaskSummar
 
 // The bytes of Q, dO and dQ that the KV tiles of a head share.
 inline int64_t backward_bytes_per_head(const BackwardParams& params, HeadDims dims) {
-    return bytes_of_q_do_dq(params.element_type, dims) * params.seqlen_q * group_of(params);
+    return row_bytes_with_dq(params, dims) * params.seqlen_q * group_of(params);
 }
 
 // The order of KV tiles, if dQ is summed in HBM. Deterministic mode interleaves all heads: the
@@ -199,9 +206,8 @@ inline QueryTiles query_tiles(const AttentionParams& params, const MaskSummary& 
     const QueryTiles packed{params.heads_k, block_q >> pack_gqa_log2, pack_gqa_log2};
     const int64_t many = tile_count(params, one_head);
     const int64_t few = tile_count(params, packed);
-    const int64_t saved_bytes = (many - few) * mask.keys_seen *
-                                (params.head_dim + params.head_dim_v) *
-                                element_bytes(params.element_type);
+    const int64_t saved_bytes =
+        (many - few) * mask.keys_seen * row_bytes(params, head_dims(params));
     const int64_t result_bytes = statistics_rows(params) * params.head_dim_v * 8;
     return 2 * few <= many && result_bytes <= saved_bytes ? packed : one_head;
 }
@@ -226,15 +232,15 @@ inline QueryTiles few_query_tiles(const AttentionParams& params, int block_q, bo
 // `at_once` of them at a time (Flash-Decoding): the smallest number whose time is near the minimum.
 // Splits have a least number of keys: the more queries have partial results and the more splits run
 // one after another, the larger it is. `few_keys`: where there are few rows. Then fewer than
-// kFewestKeysToSplit keys are not split, since the combination takes longer than they do.
+// kMinKeysToSplit keys are not split, since the combination takes longer than they do.
 inline int num_splits(const AttentionParams& params, const MaskSummary& mask, int64_t tiles,
                       int heads_per_tile, int at_once, int few_keys) {
-    constexpr int kFewestKeysToSplit = 1024;
+    constexpr int kMinKeysToSplit = 1024;
     const int queries = mean_queries(params);
     const int keys = mask.keys_seen;
     if (tiles == 0 || queries == 0 || keys == 0) return 1;
     const bool whole_tiles = int64_t{queries} * heads_per_tile >= 64;
-    if (!whole_tiles && keys < kFewestKeysToSplit) return 1;
+    if (!whole_tiles && keys < kMinKeysToSplit) return 1;
     // The mean share of the keys that a tile sees: under a causal mask the first queries see few.
     const double share = whole_tiles && mask.hides_later
                              ? 1. - 0.5 * min_of(queries, keys) / max_of(queries, keys)
@@ -266,9 +272,8 @@ inline int sms_of_clusters(int splits, const GpuModel& gpu) {
 inline double decoding_time(const AttentionParams& params, const MaskSummary& mask, int64_t tiles,
                             int splits, double alone, int ctas_per_sm, const GpuModel& gpu) {
     const int keys = mask.keys_seen;
-    const int64_t bytes = int64_t{params.batch} * keys * params.heads_k *
-                          (params.head_dim + params.head_dim_v) *
-                          element_bytes(params.element_type);
+    const int64_t bytes =
+        int64_t{params.batch} * keys * params.heads_k * row_bytes(params, head_dims(params));
     const double of_memory = bytes <= gpu.l2_share ? 0.6 : 0.95;
     const int64_t ctas = tiles * splits;
     const int64_t at_once = int64_t{ctas_per_sm} * sms_of_clusters(splits, gpu);
@@ -292,9 +297,9 @@ inline int decode_splits(const AttentionParams& params, const MaskSummary& mask,
     const auto consider = [&](int splits) {
         if (time(splits) < time(best)) best = splits;
     };
-    for (int splits = 2; splits < kMostClusterSplits; splits *= 2) consider(splits);
-    for (int clusters = 1; clusters <= kMostClusters; ++clusters)
-        consider(clusters * kMostClusterSplits);
+    for (int splits = 2; splits < kMaxClusterSplits; splits *= 2) consider(splits);
+    for (int clusters = 1; clusters <= kMaxClusters; ++clusters)
+        consider(clusters * kMaxClusterSplits);
     return best;
 }
 
@@ -360,7 +365,7 @@ inline int best_parts(const TilesToCut& x, int64_t most, int whole) {
 // for the kernels of wide heads, which do not add to dQ in memory, and cannot cut queries.
 inline Parts choose_parts(const BackwardParams& params, const MaskSummary& mask, int64_t key_tiles,
                           bool wide, const GpuModel& gpu) {
-    constexpr int kLeastRows = 512;  // of Q, of a part
+    constexpr int kMinRows = 512;  // of Q, of a part
     const int group = params.heads_q / params.heads_k;
     const bool packed = params.cu_seqlens_q != nullptr;
     const int64_t heads = int64_t{params.heads_k} * tensor_batches(params);
@@ -375,15 +380,13 @@ inline Parts choose_parts(const BackwardParams& params, const MaskSummary& mask,
     } else if (mask.hides_later && !mask.hides_earlier) {
         const int64_t heads_at_work = ceil_div<int64_t>(kKeysAtWork, max_of(mean_keys(params), 1));
         const int64_t rows = min_of<int64_t>(heads_at_work * mean_queries(params), kKeysAtWork);
-        const HeadDims dims{params.head_dim, params.head_dim_v};
-        const int64_t row_bytes =
-            wide ? int64_t{element_bytes(params.element_type)} * (dims.qk + dims.v)
-                 : bytes_of_q_do_dq(params.element_type, dims);
-        x.in_l2 =
-            static_cast<double>(rows * group * row_bytes) / static_cast<double>(2 * gpu.l2_share);
+        const HeadDims dims = head_dims(params);
+        const int64_t bytes =
+            rows * group * (wide ? row_bytes(params, dims) : row_bytes_with_dq(params, dims));
+        x.in_l2 = static_cast<double>(bytes) / static_cast<double>(2 * gpu.l2_share);
         x.l2_cost = mean_keys(params) <= kKeysAtWork ? .08 : .03;
     }
-    const int64_t most = int64_t{group} * mean_queries(params) / kLeastRows;
+    const int64_t most = int64_t{group} * mean_queries(params) / kMinRows;
     const int groups = best_parts(x, min_of<int64_t>(most, group), group);
     if (x.unequal || wide || x.tiles * groups >= gpu.sms) return {groups, 1};
     x.tiles *= groups;
@@ -397,11 +400,9 @@ inline Parts choose_parts(const BackwardParams& params, const MaskSummary& mask,
 // linear in the sequence length, or 576 MiB if that is less. 0 if one head exceeds it, or if
 // sequences are packed: the host does not know their lengths.
 inline int ds_heads_at_a_time(const BackwardParams& params, const DSWorkspaceTiles& tiles) {
-    constexpr int64_t kMost = int64_t{576} << 20;
-    const int64_t heads_q = int64_t{params.heads_q} * params.batch;
-    const int64_t most =
-        min_of(kMost, heads_q * params.seqlen_q * (params.head_dim + params.head_dim_v) * 5 *
-                          element_bytes(params.element_type));
+    constexpr int64_t kMaxBytes = int64_t{576} << 20;
+    const int64_t rows = int64_t{params.heads_q} * params.batch * params.seqlen_q;
+    const int64_t most = min_of(kMaxBytes, rows * 5 * row_bytes(params, head_dims(params)));
     const int64_t bytes = ds_head_bytes(params, tiles);
     if (params.cu_seqlens_q != nullptr || bytes > most) return 0;
     const int64_t heads = max_of<int64_t>(int64_t{params.heads_k} * params.batch, 1);

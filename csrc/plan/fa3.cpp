@@ -84,7 +84,7 @@ bool plan_fa3_decode(ForwardPlan& plan, bool may_pack_gqa) {
     if (decode_clusters(splits) > 1) {
         const int64_t rows = tiles * decode_clusters(splits) * shape.rows;
         plan.workspace.reserve(params.o_partial, rows * decode_row_floats(dims.v));
-        plan.workspace.reserve(params.counters, tiles * kMostClusterSplits);
+        plan.workspace.reserve(params.counters, tiles * kMaxClusterSplits);
     }
     const bool one_cta_per_sm = tiles * splits <= sms_of_clusters(splits, gpu);
     const bool many_keys = plan.mask.keys_seen > tuning::kFewDecodeKeys * splits;
@@ -94,14 +94,12 @@ bool plan_fa3_decode(ForwardPlan& plan, bool may_pack_gqa) {
 
 // The kernel and the rows of its Q tiles.
 int choose_fa3_forward(ForwardPlan& plan, OptionSet needed) {
-    ForwardKernel& kernel = plan.kernel;
-    if (has_8_bits(plan.params)) {
-        choose_kernel(plan, tuning::kFa3ForwardFp8, needed);
-        return 64 *
-               tuning::fa3_forward_fp8(kernel.head_dims, kernel.options, kernel.tile).consumers;
-    }
-    choose_kernel(plan, tuning::kFa3Forward, needed);
-    return 64 * tuning::fa3_forward(kernel.head_dims, kernel.options, kernel.tile).consumers;
+    const bool fp8 = has_8_bits(plan.params);
+    fp8 ? choose_kernel(plan, tuning::kFa3ForwardFp8, needed)
+        : choose_kernel(plan, tuning::kFa3Forward, needed);
+    const ForwardKernel& kernel = plan.kernel;
+    const auto tile = fp8 ? tuning::fa3_forward_fp8 : tuning::fa3_forward;
+    return 64 * tile(kernel.head_dims, kernel.options, kernel.tile).consumers;
 }
 
 void plan_fa3_forward(ForwardPlan& plan) {
@@ -172,7 +170,7 @@ WideSchedules wide_schedules(const BackwardParams& params, const MaskSummary& ma
     const int group = group_of(params);
     const int64_t bytes = element_bytes(params.element_type);
     const int kv_tiles = tile_numbers(params, params.seqlen_k, tuning::kFa3BackwardWideBlock);
-    const int64_t q_do_bytes = bytes * (dims.qk + dims.v) * params.seqlen_q * group;
+    const int64_t q_do_bytes = row_bytes(params, dims) * params.seqlen_q * group;
     if (ds_heads == 0)
         return {
             make_schedule(kv_tiles, params.heads_k, tensor_batches(params),

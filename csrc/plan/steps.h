@@ -31,10 +31,6 @@ struct VariantRow {
 
 extern const VariantRow kFa1Row, kFa2Row, kFa3Row;
 
-inline HeadDims head_dims(const AttentionParams& params) {
-    return {params.head_dim, params.head_dim_v};
-}
-
 // Why no kernel of the tables runs the call; empty if one does.
 template <class... Tables>
 std::string table_reason(const Call& call, const Tables&... tables) {

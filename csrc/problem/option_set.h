@@ -11,7 +11,7 @@ enum class OptionSet : unsigned {
     kVarlen = 1 << 0,
     kSplits = 1 << 1,  // of the keys; in FA3 packed GQA, too
     // Of the scores:
-    kSmallScale = 1 << 2,  // below kLeastScale, or not positive
+    kSmallScale = 1 << 2,  // below kMinScale, or not positive
     kSoftcap = 1 << 3,
     kAlibi = 1 << 4,
     kBias = 1 << 5,

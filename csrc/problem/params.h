@@ -111,13 +111,13 @@ FLASH_HOST_DEVICE bool has_8_bits(const AttentionParams& params) {
 }
 
 // The least scale of kernels that multiply scores by it after masking, or divide lse by it.
-inline constexpr float kLeastScale = 1e-30f;
+inline constexpr float kMinScale = 1e-30f;
 
 // The options that the call asks for. 8-bit kernels take any scale.
 inline OptionSet options_of(const AttentionParams& params) {
     using enum OptionSet;
     return only_if(is_varlen(params), kVarlen) |
-           only_if(params.scale < kLeastScale && !has_8_bits(params), kSmallScale) |
+           only_if(params.scale < kMinScale && !has_8_bits(params), kSmallScale) |
            only_if(params.softcap != 0.f, kSoftcap) |
            only_if(params.alibi_slopes != nullptr, kAlibi) |
            only_if(params.bias.data != nullptr, kBias) |

@@ -26,7 +26,7 @@ inline constexpr int kSumDivisor = 512;
 inline constexpr int kDifferenceDivisor = 2;
 // The factor from numbers to results is at most this. A smaller maximum counts as the one with this
 // factor.
-inline constexpr float kMostFactor = 0x1p126f;
+inline constexpr float kMaxFactor = 0x1p126f;
 // int8 results are rounded in this unit. Otherwise numbers of bfloat16 would need a larger factor.
 inline constexpr float kInt8Unit = 0x1p-12f;
 

@@ -42,6 +42,12 @@ FLASH_HOST_DEVICE int varlen_begin(const int* cu_seqlens, int seq_idx, int total
     return seq_idx == 0 ? 0 : clamp(cu_seqlens[seq_idx - 1], 0, total);
 }
 
+// The number of its rows, if it begins at row `begin`.
+FLASH_HOST_DEVICE int varlen_rows(const int* cu_seqlens, int seq_idx, int batch, int total,
+                                  int begin) {
+    return (seq_idx <= batch ? clamp(cu_seqlens[seq_idx], begin, total) : total) - begin;
+}
+
 // kMayBeVarlen = false is for kernels that never see packed sequences: their lengths stay in the
 // constant bank and take no registers.
 //
@@ -53,8 +59,7 @@ FLASH_HOST_DEVICE Sequence sequence_of(const AttentionParams& params, int number
     if (params.cu_seqlens_q != nullptr) {
         const auto locate = [&](const int* cu_seqlens, int total, int& begin, int& rows) {
             begin = varlen_begin(cu_seqlens, number, total);
-            rows =
-                (number <= params.batch ? clamp(cu_seqlens[number], begin, total) : total) - begin;
+            rows = varlen_rows(cu_seqlens, number, params.batch, total, begin);
         };
         sequence.batch = 0;
         sequence.seq_idx = number;

@@ -9,8 +9,8 @@
 
 namespace flash_ext {
 
-inline constexpr int kMostParts = 8;
-inline constexpr int kMostOuts = 16;
+inline constexpr int kMaxParts = 8;
+inline constexpr int kMaxOuts = 16;
 
 enum class ResultType { kFloat16, kBFloat16, kFloat32 };
 
@@ -44,11 +44,11 @@ struct SumRowsParams {
 
     ResultView out;                  // (B, S, H, D); it may be a part
     int outs = 1;                    // tensors with the same rows, out the first of them
-    int64_t distance[kMostOuts]{};   // of each from out, in bytes: their strides are out's
+    int64_t distance[kMaxOuts]{};    // of each from out, in bytes: their strides are out's
     StatisticsView lse;              // (B, H, S); it may be a part's. Without it rows only add up
     const int32_t* index = nullptr;  // (S), the row that each row of out is; without it, itself
     int parts = 0;
-    RowsPart part[kMostParts];  // those beyond `parts` have no rows
+    RowsPart part[kMaxParts];  // those beyond `parts` have no rows
 
     FLASH_HOST_DEVICE int64_t all_rows() const { return int64_t{batch} * rows * heads; }
 };

@@ -52,18 +52,18 @@ FLASH_HOST_DEVICE RowTile row_tile(const QuantizeParams& params, uint32_t number
     found.head = static_cast<int>(number) - of_one_head * params.heads;
     found.batch = of_one_head / tiles;
     found.tile = of_one_head - found.batch * tiles;
-    int begin = 0, end = params.rows;
+    int begin = 0;
+    found.length = params.rows;
     if (params.cu_seqlens == nullptr) {
         if (found.batch < params.batch) found.sequence = found.batch;
     } else {
         const int seq_idx =
             find_sequence(params.cu_seqlens, params.batch, params.rows, block, found.tile);
         begin = varlen_begin(params.cu_seqlens, seq_idx, params.rows);
-        if (seq_idx <= params.batch) end = clamp(params.cu_seqlens[seq_idx], begin, params.rows);
+        found.length = varlen_rows(params.cu_seqlens, seq_idx, params.batch, params.rows, begin);
         if (seq_idx > 0 && seq_idx <= params.batch) found.sequence = seq_idx - 1;
         found.tile -= first_tile(begin, seq_idx, block);
     }
-    found.length = end - begin;
     int used = found.sequence < 0 ? 0 : found.length;
     if (params.seqused != nullptr && found.sequence >= 0)
         used = clamp(params.seqused[found.sequence], 0, found.length);

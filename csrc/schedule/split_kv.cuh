@@ -14,12 +14,12 @@ FLASH_HOST_DEVICE constexpr VisibleTiles split_of(VisibleTiles all, int split, i
     return {begin, begin + least + (split < longer)};
 }
 
-inline constexpr int kMostClusterSplits = 8;  // the largest portable cluster
-inline constexpr int kMostClusters = 15;      // of a tile, each of as many splits
+inline constexpr int kMaxClusterSplits = 8;  // the largest portable cluster
+inline constexpr int kMaxClusters = 15;      // of a tile, each of as many splits
 
 // The clusters of a tile with so many splits: one, or full ones.
 FLASH_HOST_DEVICE constexpr int decode_clusters(int splits) {
-    return ceil_div(splits, kMostClusterSplits);
+    return ceil_div(splits, kMaxClusterSplits);
 }
 
 // Of a row of a result of decode.cuh: O, eight words so that the rows that a warp stores at a time

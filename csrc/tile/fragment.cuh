@@ -24,15 +24,15 @@ struct SharedBlocks {
     uint32_t lane_address;
 
     __device__ __forceinline__ SharedBlocks(uint32_t tile_address, int first_row = 0,
-                                            int first_col_block = 0, int chunk_xor = 0) {
+                                            int first_col_block = 0) {
         static_assert(Tile::kBlocksPerAtom % kColStep == 0);
         const int lane = lane_id();
         const bool rows_first = kOrder == Order::kRowsFirst;
         const int row = first_row + (rows_first ? lane % 16 : lane % 8 + lane / 16 * 8);
         const int half = rows_first ? lane / 16 : lane / 8 % 2;
         // One address stays in a register over a loop, not one for each XOR pattern.
-        lane_address = ptx::not_hoisted(
-            tile_address + Tile::offset(row, (2 * first_col_block + half) ^ chunk_xor));
+        lane_address =
+            ptx::not_hoisted(tile_address + Tile::offset(row, 2 * first_col_block + half));
     }
 
     __device__ __forceinline__ void load(uint32_t (&fragment)[4], int row_block,
@@ -78,24 +78,6 @@ struct AFromRegisters {
     __device__ __forceinline__ void load_a(uint32_t (&a)[4], int m, int k) const {
 #pragma unroll
         for (int i = 0; i < 4; ++i) a[i] = acc.template pack<Element>(m, 2 * k + i / 2, i % 2);
-    }
-};
-
-// A kept in registers for many matmuls (Q of the forward, where it fits).
-template <int kRows, int kCols>
-struct AInRegisters {
-    uint32_t fragments[kRows / 16][kCols / 16][4];
-
-    template <class A>
-    __device__ __forceinline__ void fetch(const A& source) {
-#pragma unroll
-        for (int m = 0; m < kRows / 16; ++m)
-#pragma unroll
-            for (int k = 0; k < kCols / 16; ++k) source.load_a(fragments[m][k], m, k);
-    }
-    __device__ __forceinline__ void load_a(uint32_t (&a)[4], int m, int k) const {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) a[i] = fragments[m][k][i];
     }
 };
 

@@ -90,4 +90,50 @@ struct Pipeline {
     }
 };
 
+// A pipeline that all threads of the CTA fill with cp.async and read. Its state is the number of an
+// iteration, counted from 0: fewer registers if the loop has that number anyway.
+template <int kStages, int kStageBytes, int kThreads>
+struct CpAsyncPipeline {
+    struct Storage {
+        char stages[kStages][kStageBytes];
+        uint64_t full_empty[kStages][2];
+    };
+
+    uint32_t stages;  // the address of a Storage
+
+    __device__ __forceinline__ void init() const {
+#pragma unroll
+        for (int i = 0; i < kStages; ++i) {
+            ptx::mbarrier_init(full(i), kThreads);
+            ptx::mbarrier_init(empty(i), kThreads);
+        }
+    }
+
+    __device__ __forceinline__ uint32_t stage(uint32_t i) const {
+        return stages + i % kStages * kStageBytes;
+    }
+    __device__ __forceinline__ uint32_t full(uint32_t i) const {
+        return stages + kStages * kStageBytes + i % kStages * 16;
+    }
+    __device__ __forceinline__ uint32_t empty(uint32_t i) const { return full(i) + 8; }
+
+    __device__ __forceinline__ void producer_acquire(uint32_t i) const {
+        ptx::mbarrier_wait(empty(i), i / kStages % 2 ^ 1);
+    }
+    // After cp.async copies (asynchronous), or after plain stores.
+    __device__ __forceinline__ void producer_commit(uint32_t i, bool asynchronous) const {
+        if (asynchronous) {
+            ptx::mbarrier_arrive_after_cp_async(full(i));
+        } else {
+            ptx::mbarrier_arrive(full(i));
+        }
+    }
+    __device__ __forceinline__ void consumer_wait(uint32_t i) const {
+        ptx::mbarrier_wait(full(i), i / kStages % 2);
+    }
+    __device__ __forceinline__ void consumer_release(uint32_t i) const {
+        ptx::mbarrier_arrive(empty(i));
+    }
+};
+
 }  // namespace flash_ext

@@ -18,6 +18,7 @@ from ..ops.schemas import library
 from ..ops.torch_private import below_autocast
 from . import into as into
 from . import quantize as quantize
+from . import refusals as refusals
 from . import sum_rows as sum_rows
 from . import tiled
 from .checks import check_backward, check_forward

@@ -1,4 +1,8 @@
-"""The argument checks of the CPU kernels, as csrc/api/check.h has them for the CUDA kernels."""
+"""The argument checks of attention, in words.
+
+The CPU kernels run them in each call. The CUDA kernels have the same conditions in
+csrc/api/accept.h, and come here only for the words of a refusal (`refusals`).
+"""
 
 from __future__ import annotations
 
@@ -20,8 +24,11 @@ from ..ops.options import (
     Options,
 )
 
+_CUDA_DTYPES = (torch.float16, torch.bfloat16, *QK_8_BITS)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, *QK_8_BITS)
 _MAX_HEAD_DIM = 256
+_MAX_LENGTH = 2**29  # on CUDA, where positions and indices of tiles of 16 rows have 32 bits
+_MAX_TILES = 2**31
 
 
 def _require_shape(argument: str, tensor: Tensor, shape: tuple[int, ...], layout: str) -> None:
@@ -104,8 +111,10 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
     for name, tensor, layout in layouts:
         if tensor.dim() != dims:
             refuse(name, f"of shape {layout} {hint}", tuple(tensor.shape))
-    if q.dtype not in _DTYPES:
-        refuse("q", "float16, bfloat16, float32, float64, float8_e4m3fn or int8", q.dtype)
+    dtypes = _CUDA_DTYPES if q.is_cuda else _DTYPES
+    if q.dtype not in dtypes:
+        *first, last = map(dtype_name, dtypes)
+        refuse("q", f"{', '.join(first)} or {last}", q.dtype)
     _require_like("q", q, q)
     _require_like("k", k, q)
     if q.dtype == torch.int8 and v.dtype != FP8:
@@ -138,7 +147,7 @@ def check_offsets(argument: str, cu_seqlens: Tensor, total: int) -> None:
         previous = offset
 
 
-def _check_lengths(q: Tensor, k: Tensor, options: Options) -> int:
+def _check_lengths(q: Tensor, k: Tensor, options: Options, reads: bool) -> int:
     """Check the arguments that give the lengths of the sequences. Returns their number, B."""
     batch = q.shape[0]
     if options.cu_seqlens is not None:
@@ -146,9 +155,12 @@ def _check_lengths(q: Tensor, k: Tensor, options: Options) -> int:
         names = ("cu_seqlens_q", "cu_seqlens_k")
         for name, cu_seqlens, x in zip(names, options.cu_seqlens, (q, k), strict=True):
             _require_plain(name, cu_seqlens, q, torch.int32, (batch + 1,), "(batch + 1)")
-            check_offsets(name, cu_seqlens, x.shape[0])
+            if reads:
+                check_offsets(name, cu_seqlens, x.shape[0])
     if options.seqused_k is not None:
         _require_plain("seqused_k", options.seqused_k, q, torch.int32, (batch,), "(batch)")
+        if not reads:
+            return batch
         packed = options.cu_seqlens_k
         lengths = [k.shape[1]] * batch if packed is None else packed.diff().tolist()
         for b, (used, length) in enumerate(zip(options.seqused_k.tolist(), lengths, strict=True)):
@@ -157,7 +169,23 @@ def _check_lengths(q: Tensor, k: Tensor, options: Options) -> int:
     return batch
 
 
-def _check_bias(q: Tensor, k: Tensor, bias: Tensor, batch: int) -> None:
+def _check_sizes(q: Tensor, k: Tensor, batch: int) -> None:
+    """The limits of the CUDA kernels; elements are addressed in 64 bits."""
+    packed = q.dim() == 3
+    for name, x in (("q", q), ("k", k)):
+        length, heads = x.shape[-3:-1]
+        if length >= _MAX_LENGTH:
+            refuse(f"{name}'s sequence length", "below 2^29", length)
+        matrices = heads * (1 if packed else batch)
+        tiles = matrices * (length // 16 + 1 + (batch + 1 if packed else 0))
+        if max(matrices, tiles) >= _MAX_TILES:
+            got = f"{matrices} (batch, head) pairs of {length} rows"
+            refuse(name, "of fewer than 2^31 tiles of 16 rows", got)
+
+
+def _check_bias(q: Tensor, k: Tensor, options: Options, batch: int, reads: bool) -> None:
+    bias = options.bias
+    assert bias is not None
     floating = dict.fromkeys((q.dtype, statistics_dtype(q.dtype)))  # which may be one
     if bias.dtype not in (*floating, torch.bool):
         refuse("bias", f"{', '.join(map(dtype_name, floating))} or bool", bias.dtype)
@@ -171,6 +199,16 @@ def _check_bias(q: Tensor, k: Tensor, bias: Tensor, batch: int) -> None:
     for dim, (name, size) in enumerate(wanted.items()):
         if shape[dim] not in (1, size):
             refuse("bias", f"1 or {name} = {size} in dimension {dim}", shape)
+    if not q.is_cuda:
+        return
+    if max(shape) >= _MAX_LENGTH:
+        refuse("bias", "below 2^29 in every dimension", shape)
+    if reads and options.cu_seqlens is not None:  # positions past its end would be hidden
+        for dim, cu_seqlens in enumerate(options.cu_seqlens, 2):
+            longest = _most_rows(q, cu_seqlens)
+            if 1 != shape[dim] < longest:
+                as_long = f"as long as the longest sequence in dimension {dim}, at least {longest}"
+                refuse("bias", as_long, shape[dim])
 
 
 def _most_rows(x: Tensor, cu_seqlens: Tensor | None) -> int:
@@ -181,9 +219,17 @@ def _most_rows(x: Tensor, cu_seqlens: Tensor | None) -> int:
 
 
 def _check_descale(
-    argument: str, descale: Tensor, q: Tensor, shape: tuple[int, int], large: str, last: int
+    argument: str,
+    descale: Tensor,
+    q: Tensor,
+    shape: tuple[int, int],
+    large: str,
+    last: int | None,
 ) -> None:
-    """One number, (batch, heads_k) = `shape`, or the large shape with `last` numbers a head."""
+    """One number, (batch, heads_k) = `shape`, or the large shape with `last` numbers a head.
+
+    None: only the device knows how many.
+    """
     if descale.dtype != torch.float32:
         refuse(argument, "float32", descale.dtype)
     require_device(argument, descale, q)
@@ -192,14 +238,17 @@ def _check_descale(
     more = q.dim() == 3 and argument != "v_descale"  # of packed sequences, where some are shorter
     given = tuple(descale.shape)
     whole = given[:2] == (batch, heads) and len(given) == 3
-    if given in ((), (1,), shape) or (whole and (given[2] == last or (more and given[2] > last))):
+    fits = whole and (last is None or given[2] == last or (more and given[2] > last))
+    if given in ((), (1,), shape) or fits:
         return
-    at_least = "at least " if more else ""
+    numbers = "blocks" if last is None else f"at least {last}" if more else last
     wanted = f"one number, of shape (batch, heads_k) = {shape}, or {large} ="
-    refuse(argument, f"{wanted} ({batch}, {heads}, {at_least}{last})", given)
+    refuse(argument, f"{wanted} ({batch}, {heads}, {numbers})", given)
 
 
-def _check_8_bit_options(q: Tensor, k: Tensor, v: Tensor, options: Options, batch: int) -> None:
+def _check_8_bit_options(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, batch: int, reads: bool
+) -> None:
     """What only 8-bit inputs have, and what they cannot have."""
     if q.dtype not in QK_8_BITS:
         for name in ("q_descale", "k_descale", "v_descale"):
@@ -218,7 +267,7 @@ def _check_8_bit_options(q: Tensor, k: Tensor, v: Tensor, options: Options, batc
         refuse("dropout_p", f"0 {without}", options.dropout_p)
     shape = (batch, k.shape[-2])
     blocks_q, blocks_k = (
-        -(-_most_rows(x, cu_seqlens) // DESCALE_ROWS)
+        -(-_most_rows(x, cu_seqlens) // DESCALE_ROWS) if reads or cu_seqlens is None else None
         for x, cu_seqlens in ((q, options.cu_seqlens_q), (k, options.cu_seqlens_k))
     )
     queries, keys = (
@@ -234,7 +283,7 @@ def _check_8_bit_options(q: Tensor, k: Tensor, v: Tensor, options: Options, batc
             _check_descale(name, descale, q, shape, large, last)
 
 
-def _check_options(q: Tensor, k: Tensor, options: Options, batch: int) -> None:
+def _check_options(q: Tensor, k: Tensor, options: Options, batch: int, reads: bool) -> None:
     heads, dtype = q.shape[-2], statistics_dtype(q.dtype)
     for name, about in ABOUT.items():
         if name not in TENSOR_OPTIONS and not about.allows(getattr(options, name)):
@@ -253,7 +302,7 @@ def _check_options(q: Tensor, k: Tensor, options: Options, batch: int) -> None:
         require_device("alibi_slopes", slopes, q)
         _require_contiguous_rows("alibi_slopes", slopes)
     if options.bias is not None:
-        _check_bias(q, k, options.bias, batch)
+        _check_bias(q, k, options, batch, reads)
     if options.sink is not None:
         _require_plain("sink", options.sink, q, dtype, (heads,), "(heads_q)")
     if options.dropout_p > 0:
@@ -263,11 +312,11 @@ def _check_options(q: Tensor, k: Tensor, options: Options, batch: int) -> None:
         _require_plain("rng_state", options.rng_state, q, torch.int64, (2,), layout)
 
 
-def check_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str:
-    """Check the arguments of the forward pass and choose the variant.
+def check_arguments(q: Tensor, k: Tensor, v: Tensor, options: Options, reads: bool = True) -> None:
+    """Check the arguments of the forward pass.
 
-    Returns:
-        The variant that runs.
+    Args:
+        reads: Also the contents of tensors, for which a GPU is waited for.
 
     Raises:
         ValueError: an argument is wrong; the message names it, what was expected and what was
@@ -278,19 +327,26 @@ def check_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str:
         given = "cu_seqlens_q" if options.cu_seqlens_k is None else "cu_seqlens_k"
         refuse("cu_seqlens_q and cu_seqlens_k", "given together", f"{given} alone")
     _check_inputs(q, k, v, packed=options.cu_seqlens is not None)
-    batch = _check_lengths(q, k, options)
-    _check_8_bit_options(q, k, v, options, batch)
-    _check_options(q, k, options, batch)
+    batch = _check_lengths(q, k, options, reads)
+    if q.is_cuda:
+        _check_sizes(q, k, batch)
+    _check_8_bit_options(q, k, v, options, batch, reads)
+    _check_options(q, k, options, batch, reads)
+
+
+def check_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str:
+    """Check the arguments of the forward pass, as `check_arguments`; returns the CPU's variant."""
+    check_arguments(q, k, v, options)
     return _choose_variant(q, options)
 
 
-def check_backward(tensors: BackwardTensors, options: Options) -> str:
-    """Check the arguments of the backward pass and choose the variant, as `check_forward` does."""
+def check_gradients(tensors: BackwardTensors, options: Options) -> None:
+    """Check the arguments of the backward pass that the forward pass has not."""
     q, v = tensors.q, tensors.v
-    variant = check_forward(q, tensors.k, v, options)
     if q.dtype in QK_8_BITS:
         why = "no variant has a backward for 8-bit inputs"
-        refuse("q", f"float16, bfloat16, float32 or float64 ({why})", q.dtype)
+        wide = "" if q.is_cuda else ", float32 or float64"
+        refuse("q", f"float16{' or' if q.is_cuda else ','} bfloat16{wide} ({why})", q.dtype)
     *rows, heads, _ = q.shape
     if options.cu_seqlens is None:
         out_layout = "(batch, seqlen_q, heads_q, head_dim_v)"
@@ -308,4 +364,10 @@ def check_backward(tensors: BackwardTensors, options: Options) -> str:
         )
         if x is not None:
             _require_plain(name, x, q, dtype, shape, lse_layout)
+
+
+def check_backward(tensors: BackwardTensors, options: Options) -> str:
+    """Check the arguments of the backward pass; returns the CPU's variant."""
+    variant = check_forward(tensors.q, tensors.k, tensors.v, options)
+    check_gradients(tensors, options)
     return variant

@@ -1,6 +1,7 @@
 """The CPU kernels of `fwd_into` and `bwd_into`: compute, and copy.
 
-csrc/api/bindings.cpp has the same checks.
+Their checks are also the words with which the CUDA kernels refuse (csrc/api/bindings.cpp has the
+same conditions).
 """
 
 from __future__ import annotations
@@ -18,43 +19,47 @@ from . import tiled
 from .checks import check_backward, check_forward
 
 
-def _write(name: str, into: Tensor, x: Tensor) -> None:
-    if into.shape != x.shape:
-        refuse(name, f"of shape {tuple(x.shape)}", tuple(into.shape))
-    if into.dtype != x.dtype:
-        refuse(name, f"of q's dtype {dtype_name(x.dtype)}", dtype_name(into.dtype))
-    require_device(name, into, x)
+def check_into(name: str, into: Tensor, like: Tensor, last: Tensor) -> None:
+    """Check a tensor for a result of the shape of `like`, but for the last size."""
+    shape = (*like.shape[:-1], *last.shape[-1:])
+    if tuple(into.shape) != shape:
+        refuse(name, f"of shape {shape}", tuple(into.shape))
+    if into.dtype != like.dtype:
+        refuse(name, f"of q's dtype {dtype_name(like.dtype)}", dtype_name(into.dtype))
+    require_device(name, into, like)
     if into.numel() > 0 and not fits(into):
         wanted = f"of contiguous rows of their own that begin at multiples of {ALIGNMENT} bytes"
         refuse(name, wanted, f"strides {into.stride()}")
-    into.copy_(x)
 
 
-def _require_plain(q: Tensor, options: Options) -> None:
+def check_plain_call(q: Tensor, options: Options) -> None:
+    """Check that out has q's dtype, and that each gradient has a place."""
     if q.dtype in QK_8_BITS:
         refuse("q", "float16 or bfloat16 where results are written into tensors",
                dtype_name(q.dtype))  # fmt: skip
     if options.bias is not None:
-        refuse("bias", "None where results are written into tensors", "a tensor")
+        refuse("bias", "None if results are written into tensors", "a tensor")
 
 
 def _fwd_into_cpu(out: Tensor, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
     options = Options(**given)
-    _require_plain(q, options)
+    check_plain_call(q, options)
     with below_autocast("cpu"):
         found, lse = tiled.forward(check_forward(q, k, v, options), q, k, v, options)
-    _write("out", out, found)
+    check_into("out", out, found, found)
+    out.copy_(found)
     return lse
 
 
 def _bwd_into_cpu(dq: Tensor, dk: Tensor, dv: Tensor, *tensors: Any, **given: Any) -> Tensor:
     x, options = BackwardTensors(*tensors), Options(**given)
-    _require_plain(x.q, options)
+    check_plain_call(x.q, options)
     with below_autocast("cpu"):
         *found, _, dsink = tiled.backward(check_backward(x, options), x, options, need_dbias=False)
     for name, into, gradient in zip(("dq", "dk", "dv"), (dq, dk, dv), found, strict=True):
         assert gradient is not None
-        _write(name, into, gradient)
+        check_into(name, into, gradient, gradient)
+        into.copy_(gradient)
     return dq.new_empty(0) if dsink is None else dsink
 
 

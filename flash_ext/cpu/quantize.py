@@ -1,5 +1,8 @@
 """The CPU kernels of quantization to FP8 or int8, as csrc/kernels/fp8/ has them for CUDA.
 
+Their checks are also the words with which the CUDA kernels refuse (csrc/api/quantize.cpp has the
+same conditions).
+
 Every operation is rounded to float32 in the same order, so x_8bit and descale equal the CUDA
 kernels' bit by bit (but for the bits of a NaN). Sums of means are in another order.
 """
@@ -13,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..ops.checks import dtype_name, refuse, require_device
+from ..ops.options import FP8
 from ..ops.quantize import SCALE_ROWS, batch_of, check_dtype, check_scales, descale_shape
 from ..ops.schemas import library
 from .checks import check_offsets
@@ -67,13 +71,31 @@ def _check_plain(
         refuse(name, "contiguous", f"strides {tensor.stride()}")
 
 
-def _check_rows(
+def _check_cuda_rows(x: Tensor, batch: int, signs: Tensor | None, mean: Tensor | None) -> None:
+    """The limits of the CUDA kernels, which read several elements at a time."""
+    length, heads, dim = x.shape[-3:]
+    if dim % 16 != 0:
+        refuse("x's head dimension", "a multiple of 16 up to 256 on CUDA", dim)
+    if length >= 2**29:
+        refuse("x's sequence length", "below 2^29", length)
+    tiles = (max(batch, 1) if x.dim() == 4 else 1) * (length // SCALE_ROWS + 1) + batch + 2
+    if heads * tiles >= 2**31:
+        refuse("x", "of fewer than 2^31 tiles of 128 rows", tuple(x.shape))
+    for name, tensor, alignment in (("signs", signs, 8), ("mean", mean, 16)):
+        if tensor is not None and tensor.numel() > 0 and tensor.data_ptr() % alignment != 0:
+            got = f"a tensor that starts {tensor.data_ptr() % alignment} bytes after"
+            refuse(name, f"aligned to {alignment} bytes", got)
+
+
+def check_rows(
     x: Tensor,
-    cu_seqlens: Tensor | None,
-    seqused: Tensor | None,
+    *,
+    cu_seqlens: Tensor | None = None,
+    seqused: Tensor | None = None,
     signs: Tensor | None = None,
     mean: Tensor | None = None,
 ) -> None:
+    """Check what quantization and means have in common."""
     if cu_seqlens is None and x.dim() != 4:
         hint = "(packed sequences come with cu_seqlens)"
         refuse("x", f"of shape (batch, seqlen, heads, head_dim) {hint}", tuple(x.shape))
@@ -95,7 +117,9 @@ def _check_rows(
     _check_plain("seqused", seqused, x, torch.int32, (batch,))
     _check_plain("mean", mean, x, torch.float32, (batch, heads, dim))
     _check_plain("signs", signs, x, torch.int8, (dim,))
-    if cu_seqlens is not None:
+    if x.is_cuda:
+        _check_cuda_rows(x, batch, signs, mean)
+    elif cu_seqlens is not None:
         check_offsets("cu_seqlens", cu_seqlens, x.shape[0])
 
 
@@ -162,6 +186,33 @@ def _rotated(rows: Tensor, signs: Tensor | None, mean: Tensor | None) -> tuple[T
     return _finite(butterflies(y)), SUM_DIVISOR
 
 
+def check_quantize(
+    x: Tensor,
+    scales: str,
+    *,
+    signs: Tensor | None = None,
+    mean: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    seqused: Tensor | None = None,
+    blocks: int = 0,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Check the arguments of `fp8_quantize`."""
+    check_scales(scales)
+    check_dtype(dtype, scales)
+    check_rows(x, cu_seqlens=cu_seqlens, seqused=seqused, signs=signs, mean=mean)
+    if signs is not None and scales == "channel":
+        wanted = "None with scales='channel' (a rotation mixes the channels)"
+        refuse("signs", wanted, "a tensor")
+    if mean is not None and scales == "channel":
+        refuse("mean", "None with scales='channel', which is for v", "a tensor")
+    of_rows = -(-x.shape[-3] // SCALE_ROWS)
+    if scales == "block" and cu_seqlens is None and blocks != of_rows:
+        refuse("blocks", f"ceil(seqlen / 128) = {of_rows}", blocks)
+    if not 0 <= blocks < 2**31:
+        refuse("blocks", "at least 0 and below 2^31", blocks)
+
+
 def _quantize_cpu(
     x: Tensor,
     scales: str,
@@ -173,15 +224,18 @@ def _quantize_cpu(
     blocks: int = 0,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    check_scales(scales)
-    dtype = check_dtype(dtype, scales)
+    check_quantize(
+        x,
+        scales,
+        signs=signs,
+        mean=mean,
+        cu_seqlens=cu_seqlens,
+        seqused=seqused,
+        blocks=blocks,
+        dtype=dtype,
+    )
+    dtype = dtype or FP8
     to_int8 = dtype == torch.int8
-    _check_rows(x, cu_seqlens, seqused, signs, mean)
-    if signs is not None and scales == "channel":
-        wanted = "None with scales='channel' (a rotation mixes the channels)"
-        refuse("signs", wanted, "a tensor")
-    if mean is not None and scales == "channel":
-        refuse("mean", "None with scales='channel', which is for v", "a tensor")
     rotated, divisors = [], []
     for b, rows in enumerate(_sequences(x, cu_seqlens, seqused)):
         y, divisor = _rotated(rows, signs, None if mean is None else mean[b])
@@ -191,8 +245,6 @@ def _quantize_cpu(
     longest = max((-(-y.shape[0] // SCALE_ROWS) for y in rotated), default=0)
     if scales == "block" and blocks < longest:
         refuse("blocks", f"at least the longest sequence's, {longest}", blocks)
-    if scales == "block" and cu_seqlens is None and blocks != -(-x.shape[1] // SCALE_ROWS):
-        refuse("blocks", f"ceil(seqlen / 128) = {-(-x.shape[1] // SCALE_ROWS)}", blocks)
     shape = descale_shape(x, scales, cu_seqlens, blocks)
     amax = torch.zeros(shape, dtype=torch.float32, device=x.device)
     for b, y in enumerate(rotated):
@@ -227,7 +279,7 @@ def _quantize_cpu(
 def _token_mean_cpu(
     x: Tensor, *, cu_seqlens: Tensor | None = None, seqused: Tensor | None = None
 ) -> Tensor:
-    _check_rows(x, cu_seqlens, seqused)
+    check_rows(x, cu_seqlens=cu_seqlens, seqused=seqused)
     shape = (batch_of(x, cu_seqlens), *x.shape[-2:])
     mean = torch.zeros(shape, dtype=torch.float32, device=x.device)
     for b, rows in enumerate(_sequences(x, cu_seqlens, seqused)):

@@ -1,9 +1,12 @@
 """The CPU kernels of `torch.ops.flash_ext.sum_rows`, `combine_parts` and `copy_rows`.
 
-csrc/api/sum_rows.cpp has the same checks.
+Their checks are also the words with which the CUDA kernels refuse (csrc/api/sum_rows.cpp has the
+same conditions).
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -41,8 +44,14 @@ def _require_lse(name: str, lse: Tensor, out: Tensor, rows: int) -> None:
     _require(name, lse, out, shape, (statistics_dtype(out.dtype),))
 
 
+def _require_out(name: str, out: Tensor) -> None:
+    _require_rows(name, out, out)
+    if out.is_cuda and max(math.prod(out.shape[:3]), out.shape[3]) >= 2**31:
+        refuse(name, "below 2^31 rows of all heads", tuple(out.shape))
+
+
 def _require_parts(out: Tensor, parts: list[Tensor], firsts: list[int]) -> None:
-    _require_rows("out", out, out)
+    _require_out("out", out)
     if len(parts) > MOST_PARTS:
         refuse("parts", f"at most {MOST_PARTS} tensors", len(parts))
     if len(firsts) != len(parts):
@@ -51,13 +60,45 @@ def _require_parts(out: Tensor, parts: list[Tensor], firsts: list[int]) -> None:
         _require_rows(f"parts[{i}]", x, out)
 
 
+def check_sum_rows(
+    out: Tensor, parts: list[Tensor], firsts: list[int], index: Tensor | None = None
+) -> None:
+    """Check the arguments of `sum_rows`."""
+    _require_parts(out, parts, firsts)
+    if index is not None:
+        _require("index", index, out, (out.shape[1],), (torch.int32,))
+
+
+def check_combine_parts(
+    out: Tensor, lse: Tensor, parts: list[Tensor], lse_parts: list[Tensor], firsts: list[int]
+) -> None:
+    """Check the arguments of `combine_parts`."""
+    _require_parts(out, parts, firsts)
+    _require_lse("lse", lse, out, out.shape[1])
+    if len(lse_parts) != len(parts):
+        refuse("lse_parts", "one tensor for each of parts", len(lse_parts))
+    for i, (x, of_x) in enumerate(zip(parts, lse_parts, strict=True)):
+        _require_lse(f"lse_parts[{i}]", of_x, out, x.shape[1])
+
+
+def check_copy_rows(outs: list[Tensor], x: Tensor) -> None:
+    """Check the arguments of `copy_rows`."""
+    if not 1 <= len(outs) <= MOST_OUTS:
+        refuse("outs", f"1 to {MOST_OUTS} tensors", len(outs))
+    out = outs[0]
+    _require_out("outs[0]", out)
+    _require_rows("x", x, out, out.shape[1])
+    for i, other in enumerate(outs):
+        _require(f"outs[{i}]", other, out, tuple(out.shape), (out.dtype,))
+        if other.stride() != out.stride():
+            refuse(f"outs[{i}]", "of the strides of outs[0]", "others")
+
+
 def _sum_rows_cpu(
     out: Tensor, parts: list[Tensor], firsts: list[int], index: Tensor | None = None
 ) -> None:
-    _require_parts(out, parts, firsts)
+    check_sum_rows(out, parts, firsts, index)
     rows = out.shape[1]
-    if index is not None:
-        _require("index", index, out, (rows,), (torch.int32,))
     source = torch.arange(rows, device=out.device) if index is None else index.long()
     total = torch.zeros(out.shape, dtype=statistics_dtype(out.dtype), device=out.device)
     for x, first in zip(parts, firsts, strict=True):
@@ -69,15 +110,11 @@ def _sum_rows_cpu(
 def _combine_parts_cpu(
     out: Tensor, lse: Tensor, parts: list[Tensor], lse_parts: list[Tensor], firsts: list[int]
 ) -> None:
-    _require_parts(out, parts, firsts)
+    check_combine_parts(out, lse, parts, lse_parts, firsts)
     rows = out.shape[1]
-    _require_lse("lse", lse, out, rows)
-    if len(lse_parts) != len(parts):
-        refuse("lse_parts", "one tensor for each of parts", len(lse_parts))
     whole = torch.full_like(lse, -torch.inf)
     places = []
-    for i, (x, of_x, first) in enumerate(zip(parts, lse_parts, firsts, strict=True)):
-        _require_lse(f"lse_parts[{i}]", of_x, out, x.shape[1])
+    for x, of_x, first in zip(parts, lse_parts, firsts, strict=True):
         a, b = max(first, 0), min(first + x.shape[1], rows)
         place, mine = slice(a, max(a, b)), slice(a - first, max(a, b) - first)
         places.append((place, x[:, mine], of_x[..., mine]))
@@ -92,15 +129,7 @@ def _combine_parts_cpu(
 
 
 def _copy_rows_cpu(outs: list[Tensor], x: Tensor) -> None:
-    if not 1 <= len(outs) <= MOST_OUTS:
-        refuse("outs", f"1 to {MOST_OUTS} tensors", len(outs))
-    out = outs[0]
-    _require_rows("outs[0]", out, out)
-    _require_rows("x", x, out, out.shape[1])
-    for i, other in enumerate(outs):
-        _require(f"outs[{i}]", other, out, tuple(out.shape), (out.dtype,))
-        if other.stride() != out.stride():
-            refuse(f"outs[{i}]", "of the strides of outs[0]", "others")
+    check_copy_rows(outs, x)
     for other in outs:
         other.copy_(x)
 

@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "api/accept.h"
 #include "api/attention.h"
 #include "api/boxing.h"
 
@@ -23,6 +24,22 @@ constexpr int64_t kForwardFails = 99, kBackwardFails = 98;
 
 void allocate_results(const Tensor& q, int64_t fails) {
     if (q.dim() == 4 && q.size(1) == fails) throw_out_of_memory("CUDA out of memory. 1 of 2 GiB");
+}
+
+// For tests/test_accept.py: the words with which csrc refuses the arguments of an op; "" if it
+// accepts them.
+std::string words_of(bool accepted, const std::string& why) {
+    return accepted ? "" : why.empty() ? "refused without words" : why;
+}
+std::string refused_fwd(const Tensor& q, const Tensor& k, const Tensor& v, const Options& options) {
+    return words_of(accept_forward(q, k, v, options).has_value(),
+                    refusal("fwd", q, k, v, options, /*reads=*/false));
+}
+std::string refused_bwd(const Tensor& dout, const std::optional<Tensor>& dlse, const Tensor& q,
+                        const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
+                        const Options& options) {
+    return words_of(accept_backward(dout, dlse, q, k, v, out, lse, options).has_value(),
+                    refusal("bwd", dout, dlse, q, k, v, out, lse, options));
 }
 
 }  // namespace
@@ -85,3 +102,8 @@ std::tuple<int64_t, int64_t, std::string> attention_check(const Tensor& q, const
 }
 
 }  // namespace flash_ext
+
+STABLE_TORCH_LIBRARY_IMPL(flash_ext, CPU, m) {
+    m.impl("refused_fwd", flash_ext::boxed<flash_ext::refused_fwd>);
+    m.impl("refused_bwd", flash_ext::boxed<flash_ext::refused_bwd>);
+}

@@ -72,12 +72,7 @@ __device__ __forceinline__ void exponentiate(Scores& s, const float* lse, float 
 // The same where S is already S - lse / scale.
 template <class Scores>
 __device__ __forceinline__ void exponentiate(Scores& s, float scale) {
-#pragma unroll
-    for (int m = 0; m < Scores::kM; ++m)
-#pragma unroll
-        for (int n = 0; n < Scores::kN; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) s.v[m][n][i] = ptx::ex2(s.v[m][n][i] * scale);
+    s.map([&](float x) { return ptx::ex2(x * scale); });
 }
 
 // From dP to dS = P * (dP - delta), in place.

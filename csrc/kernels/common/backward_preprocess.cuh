@@ -93,8 +93,8 @@ constexpr int preprocess_lanes(int head_dim_v) {
     return head_dim_v <= 32 ? 4 : head_dim_v <= 64 ? 8 : head_dim_v <= 128 ? 16 : 32;
 }
 
-template <class Element, bool kGeneral, int kLanes>
-__global__ void __launch_bounds__(kPreprocessThreads, kGeneral ? 2 : 4)
+template <class Element, bool kChangesScores, int kLanes>
+__global__ void __launch_bounds__(kPreprocessThreads, kChangesScores ? 2 : 4)
     backward_preprocess_kernel(const __grid_constant__ PreprocessParams params) {
     constexpr int kRowsPerPass = kPreprocessThreads / kLanes;
     constexpr int kPasses = kLanes == 4 ? 2 : 4;  // whose loads run side by side
@@ -149,8 +149,8 @@ __global__ void __launch_bounds__(kPreprocessThreads, kGeneral ? 2 : 4)
             const int r = row + i * kRowsPerPass;
             o[i] = d_o[i] = make_uint4(0, 0, 0, 0);
             if (r >= rows || first_col >= params.head_dim_v) continue;
-            o[i] = load_chunk(gO, r, first_col, !kGeneral || params.aligned);
-            d_o[i] = load_chunk(gdO, r, first_col, !kGeneral || params.aligned);
+            o[i] = load_chunk(gO, r, first_col, !kChangesScores || params.aligned);
+            d_o[i] = load_chunk(gdO, r, first_col, !kChangesScores || params.aligned);
         }
 #pragma unroll
         for (int i = 0; i < kPasses; ++i) {
@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(kPreprocessThreads, kGeneral ? 2 : 4)
         large |= is_large_lse(statistics.lse_log2);
     }
     if (params.may_have_large_lse && __syncthreads_or(large)) [[unlikely]]
-        split_large_lse<Element, kGeneral>(params, block_q);
+        split_large_lse<Element, kChangesScores>(params, block_q);
 }
 
 cudaError_t backward_preprocess(const BackwardParams& params, int block_q, cudaStream_t stream) {

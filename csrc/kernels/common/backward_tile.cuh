@@ -24,7 +24,6 @@
 #include "kernels/common/launch.cuh"
 #include "kernels/common/postprocess_dq.cuh"
 #include "kernels/common/softmax.cuh"
-#include "kernels/common/tile_coord.cuh"
 #include "kernels/common/varlen.cuh"
 #include "plan/tuning.h"
 #include "plan/workspace_rows.cuh"
@@ -407,6 +406,41 @@ struct BackwardTile {
         gemm<Element, kBlockKV>(rdQ, dS, BSkipping<KColumns, kSlice*(DQ::kN / 2)>{k});
     }
 
+    // Adds a slice of dQ_i to that in HBM.
+    __device__ __forceinline__ void add_dq(const DQ& rdQ, const QTileWalk& walk, int slice) const {
+        using Accum = DQAccum<BackwardTile>;
+        Accum(params, sequence, walk.head, walk.q_tile(), slice)
+            .for_all([&](int block, int n, typename Accum::Floats& floats) {
+                float x[Accum::kFloats];
+#pragma unroll
+                for (int i = 0; i < Accum::kFloats; ++i) x[i] = Accum::element(rdQ, block, n, i);
+                ptx::red_add(floats.x, x);
+            });
+    }
+
+    // For the postprocess pass, whose warps have this layout: dQ_i from HBM to shared memory.
+    static __device__ __forceinline__ void fetch_dq(const BackwardParams& params,
+                                                    const Sequence& sequence, int head, int q_tile,
+                                                    uint32_t shared) {
+        using Accum = DQAccum<BackwardTile>;
+#pragma unroll
+        for (int slice = 0; slice < kDQSlices; ++slice) {
+            DQ rdQ;
+            rdQ.clear();
+            Accum(params, sequence, head, q_tile, slice)
+                .for_each([&](int block, int n, const typename Accum::Floats& floats) {
+                    const auto y = floats;
+#pragma unroll
+                    for (int i = 0; i < Accum::kFloats; ++i)
+                        Accum::element(rdQ, block, n, i) = y.x[i];
+                });
+            rdQ.scale(params.gradient_scale);
+            store_to_shared<Element, QTile, kWarpsN>(
+                shared, rdQ, warp_id() / kWarpsN * DQ::kRows,
+                warp_id() % kWarpsN + slice * (DQ::kN / 2) * kWarpsN);
+        }
+    }
+
     // dK and dV to HBM, through the memory of the K and V tiles; zeros for rows that are not in
     // use. All warps have left the loop.
     __device__ __forceinline__ void store_dk_dv(GradientK& rdK, GradientV& rdV,
@@ -443,33 +477,6 @@ struct BackwardTile {
             global_tile<const Element>(view, sequence.batch, sequence.q_begin + first_query,
                                        walk.head, sequence.seqlen_q - first_query, cols);
         load_tile<Tile, kThreads, kUnaligned>(shared, tile, params.aligned);
-    }
-};
-
-// For the postprocess pass, with the warp layout of those that wrote the tile.
-template <class Tile>
-struct DQTile : Tile {
-    static __device__ __forceinline__ void fetch(const BackwardParams& params,
-                                                 const Sequence& sequence, int head, int q_tile,
-                                                 uint32_t shared) {
-        using DQ = typename Tile::DQ;
-        using Accum = DQAccum<Tile>;
-#pragma unroll
-        for (int slice = 0; slice < Tile::kDQSlices; ++slice) {
-            DQ rdQ;
-            rdQ.clear();
-            Accum(params, sequence, head, q_tile, slice)
-                .for_each([&](int block, int n, const typename Accum::Floats& floats) {
-                    const auto y = floats;
-#pragma unroll
-                    for (int i = 0; i < Accum::kFloats; ++i)
-                        Accum::element(rdQ, block, n, i) = y.x[i];
-                });
-            rdQ.scale(params.gradient_scale);
-            store_to_shared<typename Tile::Element, typename Tile::QTile, Tile::kWarpsN>(
-                shared, rdQ, warp_id() / Tile::kWarpsN * DQ::kRows,
-                warp_id() % Tile::kWarpsN + slice * (DQ::kN / 2) * Tile::kWarpsN);
-        }
     }
 };
 

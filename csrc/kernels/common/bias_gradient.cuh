@@ -43,16 +43,8 @@ struct BiasGradient {
         cta.load_kv(first_key);
         cta.load_q(walk);
         cta.load_do(walk);
+        cta.load_statistics(walk);
         ptx::cp_async_commit();
-        const int first_query = walk.q_tile() * Tile::kBlockQ;
-        const int64_t first = workspace_row(cta.params, cta.sequence, walk.head, first_query);
-        auto& statistics = cta.statistics(0);
-        for (int row = threadIdx.x; row < Tile::kBlockQ; row += Tile::kThreads) {
-            const bool exists = first_query + row < cta.sequence.seqlen_q;
-            statistics.lse_log2[row] = exists ? cta.params.lse_log2[first + row] : INFINITY;
-            statistics.minus_delta[row] = exists ? cta.params.minus_delta[first + row] : 0.f;
-            statistics.reference[row] = exists ? cta.params.reference[first + row] : 0.f;
-        }
     }
 
     // sum += dS of all tiles of scores of one sequence and head.
@@ -76,33 +68,21 @@ struct BiasGradient {
                 Scores rP, rdS;
                 cta.compute_p(rP, walk, first_key);
                 cta.template compute_ds<false>(rdS, rP, walk, first_key);
-#pragma unroll
-                for (int m = 0; m < Scores::kM; ++m)
-#pragma unroll
-                    for (int n = 0; n < Scores::kN; ++n)
-#pragma unroll
-                        for (int i = 0; i < 4; ++i) sum.v[m][n][i] += rdS.v[m][n][i];
+                sum.map([](float x, float ds) { return x + ds; }, rdS);
                 __syncthreads();  // all warps have left the tiles
             }
         }
     }
 
     // A tile of dbias from the warps' sums, through shared memory as [query][key].
-    __device__ __forceinline__ void store(const Scores& sum, int batch, int head, int q_tile,
+    __device__ __forceinline__ void store(Scores& sum, int batch, int head, int q_tile,
                                           int kv_tile) const {
         auto* sSum = reinterpret_cast<float*>(dynamic_shared());
-        const int warp_key = warp_id() % Tile::kWarpsKV * Tile::kKeysPerWarp;
-        const int warp_query = warp_id() / Tile::kWarpsKV * Scores::kCols;
-#pragma unroll
-        for (int m = 0; m < Scores::kM; ++m)
-#pragma unroll
-            for (int n = 0; n < Scores::kN; ++n)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const int key = warp_key + 16 * m + lane_row() + i / 2 * 8;
-                    const int query = warp_query + 8 * n + lane_col() + i % 2;
-                    sSum[query * Tile::kBlockKV + key] = sum.v[m][n][i];
-                }
+        const int first_key = warp_id() % Tile::kWarpsKV * Tile::kKeysPerWarp + lane_row();
+        const int first_query = warp_id() / Tile::kWarpsKV * Scores::kCols + lane_col();
+        sum.for_each([&](float x, int key, int query) {
+            sSum[(first_query + query) * Tile::kBlockKV + first_key + key] = x;
+        });
         __syncthreads();  // the sums of all warps are complete
 
         const Bias& bias = params.bias;

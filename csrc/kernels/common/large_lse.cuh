@@ -76,7 +76,7 @@ __device__ __forceinline__ RegisterTile<16, 16> scores_of_rows(const BackwardPar
 }
 
 // The reference and the relative lse of 16 rows, for those whose lse is large. A lane has two rows.
-template <class Element, bool kGeneral>
+template <class Element, bool kChangesScores>
 __device__ __forceinline__ void split_large_lse_of_rows(const BackwardParams& params,
                                                         const Sequence& sequence, int head,
                                                         int first_query) {
@@ -87,7 +87,7 @@ __device__ __forceinline__ void split_large_lse_of_rows(const BackwardParams& pa
     };
     if (!__any_sync(0xffffffff, is_large_row(0) || is_large_row(1))) return;
     const BandMask mask = mask_of(params, sequence);
-    const float scale = kGeneral ? 1.f : params.scale_log2;
+    const float scale = kChangesScores ? 1.f : params.scale_log2;
     float max[2] = {-INFINITY, -INFINITY}, sum[2] = {0.f, 0.f};
     if (params.sink != nullptr) {  // one lane of a row counts it
         max[0] = max[1] = params.sink[head] * kLog2e * ptx::rcp(scale);
@@ -97,7 +97,7 @@ __device__ __forceinline__ void split_large_lse_of_rows(const BackwardParams& pa
 #pragma unroll 1
     for (int key = keys.begin / 16 * 16; key < keys.end; key += 16) {
         RegisterTile<16, 16> rS = scores_of_rows<Element>(params, sequence, head, first_query, key);
-        if constexpr (kGeneral)
+        if constexpr (kChangesScores)
             ScoreFunction<Element, Rows::kQueries, tuning::kAllOptions>{params, sequence, head}
                 .apply(rS, first_query, key);
         mask_scores(rS, key, [&](int row) { return mask.key_range(first_query + row); });
@@ -107,11 +107,10 @@ __device__ __forceinline__ void split_large_lse_of_rows(const BackwardParams& pa
             const float reference = finite_max(new_max);
             sum[i] *= ptx::ex2((max[i] - reference) * scale);
             max[i] = new_max;
-#pragma unroll
-            for (int n = 0; n < rS.kN; ++n)
-#pragma unroll
-                for (int e = 2 * i; e < 2 * i + 2; ++e)
-                    sum[i] += ptx::ex2((rS.v[0][n][e] - reference) * scale);
+            rS.map_row(0, i, [&](float x) {
+                sum[i] += ptx::ex2((x - reference) * scale);
+                return x;
+            });
         }
     }
 #pragma unroll
@@ -128,14 +127,15 @@ __device__ __forceinline__ void split_large_lse_of_rows(const BackwardParams& pa
 
 // The same for the CTA's queries, at the end of the preprocess pass. It recomputes everything from
 // the CTA's index: values kept in registers would lower the occupancy of the whole pass.
-template <class Element, bool kGeneral>
+template <class Element, bool kChangesScores>
 __device__ __forceinline__ void split_large_lse(const BackwardParams& params, int block_q) {
     if (threadIdx.x == 0) *params.large_lse.word = params.large_lse.epoch;
 #pragma unroll 1
     for (int row = 16 * warp_id(); row < block_q; row += blockDim.x / 2) {
         const auto [tile, head] = q_tile_index<true>(params, ptx::not_hoisted(blockIdx.x), block_q);
-        split_large_lse_of_rows<Element, kGeneral>(params, warp_uniform<true>(tile.sequence), head,
-                                                   ptx::warp_uniform(tile.tile * block_q + row));
+        split_large_lse_of_rows<Element, kChangesScores>(
+            params, warp_uniform<true>(tile.sequence), head,
+            ptx::warp_uniform(tile.tile * block_q + row));
     }
 }
 

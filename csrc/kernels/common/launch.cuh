@@ -68,15 +68,15 @@ cudaError_t launch_fitting(const GpuModel& gpu, Launch launch) {
     return fits ? launch(std::type_identity<Large>{}) : launch(std::type_identity<Small>{});
 }
 
-// Sets an attribute of a kernel, once per device.
-template <auto kKernel, cudaFuncAttribute kAttribute>
-cudaError_t set_attribute(int value) {
+// Lets a kernel have more than 48 KB of shared memory, once per device.
+template <auto kKernel>
+cudaError_t allow_shared_bytes(int bytes) {
     static uint64_t devices_done = 0;  // no <atomic>: files compile faster
     int device = 0;
     cudaError_t status = cudaGetDevice(&device);
     const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
     if (status == cudaSuccess && (__atomic_load_n(&devices_done, __ATOMIC_ACQUIRE) & bit) == 0) {
-        status = cudaFuncSetAttribute(kKernel, kAttribute, value);
+        status = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
         if (status == cudaSuccess) __atomic_fetch_or(&devices_done, bit, __ATOMIC_RELEASE);
     }
     if (status != cudaSuccess) cudaGetLastError();  // clears it: the next launch would report it
@@ -100,9 +100,7 @@ cudaError_t launch_kernel(int64_t ctas, int threads, int shared_bytes, const Par
     if (ctas == 0) return cudaSuccess;
     cudaError_t status = cudaSuccess;
     const int most_shared_bytes = max_of(shared_bytes, options.most_shared_bytes);
-    if (most_shared_bytes > 48 * 1024)
-        status =
-            set_attribute<kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize>(most_shared_bytes);
+    if (most_shared_bytes > 48 * 1024) status = allow_shared_bytes<kKernel>(most_shared_bytes);
     if (status != cudaSuccess) return status;
     cudaLaunchAttribute attributes[2]{};
     cudaLaunchConfig_t config{};

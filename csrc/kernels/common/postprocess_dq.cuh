@@ -9,15 +9,15 @@
 
 namespace flash_ext {
 
-// DQ knows the order of dQ in dq_accum: fetch() writes the tile to shared memory, as a QTile, with
-// the factor scale.
+// DQ knows the order of dQ in dq_accum: fetch_dq() writes the tile to shared memory, as a QTile,
+// with the factor scale.
 template <class DQ>
 __global__ void __launch_bounds__(DQ::kThreads)
     postprocess_dq_kernel(const __grid_constant__ BackwardParams params) {
     const auto [tile, head] = q_tile_index<DQ::kMayBeVarlen>(params, blockIdx.x, DQ::kBlockQ);
     const auto [sequence, q_tile] = tile;
     const uint32_t shared = ptx::shared_address(dynamic_shared());
-    DQ::fetch(params, sequence, head, q_tile, shared);
+    DQ::fetch_dq(params, sequence, head, q_tile, shared);
     __syncthreads();  // the tile is complete
     const int first_query = q_tile * DQ::kBlockQ;
     const auto dq =

@@ -217,7 +217,7 @@ template <class Element>
 cudaError_t launch_sum_rows_of(const SumRowsParams& params, cudaStream_t stream) {
     return params.parts <= 2   ? launch_sum_rows<2, Element>(params, stream)
            : params.parts <= 4 ? launch_sum_rows<4, Element>(params, stream)
-                               : launch_sum_rows<kMostParts, Element>(params, stream);
+                               : launch_sum_rows<kMaxParts, Element>(params, stream);
 }
 
 cudaError_t sum_rows(const SumRowsParams& params, cudaStream_t stream) {

@@ -1,5 +1,5 @@
-// Sequences that were loaded from memory, in uniform registers: the loops of the kernels have no
-// vector registers left for them.
+// Sequences that were loaded from memory, in uniform registers or in shared memory: the loops of
+// the kernels have no vector registers left for them.
 #pragma once
 
 #include "problem/sequences.cuh"
@@ -7,6 +7,13 @@
 #include "schedule/tile_numbers.cuh"
 
 namespace flash_ext {
+
+// What a CTA keeps in shared memory over its loop.
+struct TileCoord {
+    Sequence sequence;
+    int head;
+    int first_row;  // of the CTA's tile within the sequence
+};
 
 template <bool kMayBeVarlen>
 __device__ __forceinline__ Sequence warp_uniform(const Sequence& s) {

@@ -62,16 +62,6 @@ struct DQSemaphore {
     }
 };
 
-template <class Accum>
-__device__ __forceinline__ void add_dq(const typename Accum::DQ& rdQ, const Accum& accum) {
-    accum.for_all([&](int block, int n, typename Accum::Floats& floats) {
-        float x[Accum::kFloats];
-#pragma unroll
-        for (int i = 0; i < Accum::kFloats; ++i) x[i] = Accum::element(rdQ, block, n, i);
-        ptx::red_add(floats.x, x);
-    });
-}
-
 template <class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
     fa2_backward_kernel(const __grid_constant__ BackwardParams params) {
@@ -151,8 +141,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
             typename Tile::DQ rdQ;
             cta.template compute_dq<slice>(rdQ);
             if (!kWaitFirst && params.deterministic) dq_semaphore.wait();
-            const DQAccum<Tile> accum(params, cta.sequence, walk.head, walk.q_tile(), slice);
-            add_dq(rdQ, accum);
+            cta.add_dq(rdQ, walk, slice);
         });
         if (params.deterministic) dq_semaphore.end();
         walk = next;
@@ -182,7 +171,7 @@ cudaError_t launch_fa2_backward(const BackwardParams& params, cudaStream_t strea
     if (status == cudaSuccess)
         status = launch_kernel<fa2_backward_kernel<Tile>>(
             cta_count(params.schedule), Tile::kThreads, Tile::kSharedBytes, params, stream);
-    if (status == cudaSuccess) status = postprocess_dq<DQTile<Tile>>(params, stream);
+    if (status == cudaSuccess) status = postprocess_dq<Tile>(params, stream);
     return status;
 }
 

@@ -33,7 +33,6 @@
 
 #include "kernels/common/launch.cuh"
 #include "kernels/common/softmax.cuh"
-#include "kernels/common/tile_coord.cuh"
 #include "kernels/common/varlen.cuh"
 #include "plan/tuning.h"
 #include "problem/key_rows.cuh"
@@ -44,8 +43,8 @@
 #include "schedule/tile_numbers.cuh"
 #include "schedule/tile_order.cuh"
 #include "tile/copy.cuh"
-#include "tile/cp_async_pipeline.cuh"
 #include "tile/gemm.cuh"
+#include "tile/pipeline.cuh"
 
 namespace flash_ext {
 
@@ -274,7 +273,7 @@ struct Fa2Forward {
 
     __device__ __forceinline__ uint32_t sV(uint32_t stage) const { return pipeline.stage(stage); }
     __device__ __forceinline__ uint32_t sK(uint32_t stage) const {
-        return sV(stage) + VTile::kBytes;
+        return pipeline.stage(stage) + VTile::kBytes;
     }
 };
 

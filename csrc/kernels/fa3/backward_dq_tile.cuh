@@ -88,9 +88,9 @@ struct Fa3DQTile {
 
     // For the postprocess pass, with a warp for each of the consumers'. Queries that do not exist,
     // and tiles to which no KV tile has added, get zeros.
-    static __device__ __forceinline__ void fetch(const BackwardParams& params,
-                                                 const Sequence& sequence, int head, int q_tile,
-                                                 uint32_t shared) {
+    static __device__ __forceinline__ void fetch_dq(const BackwardParams& params,
+                                                    const Sequence& sequence, int head, int q_tile,
+                                                    uint32_t shared) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // sm_90a
         wait_for_sum(params, sequence, head);
         const int first_query = q_tile * kBlockQ;

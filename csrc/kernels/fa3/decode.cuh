@@ -107,7 +107,7 @@ struct Fa3Decode {
 
     __device__ __forceinline__ int clusters() const { return decode_clusters(params.num_splits); }
     __device__ __forceinline__ int ctas() const {
-        return min_of(params.num_splits, kMostClusterSplits);
+        return min_of(params.num_splits, kMaxClusterSplits);
     }
     __device__ __forceinline__ int tile_number() const {
         return clusters() == 1 ? ptx::cluster_id() : ptx::cluster_id() / clusters();
@@ -342,7 +342,7 @@ struct Fa3Decode {
     __device__ __forceinline__ void combine_splits() const {
         const uint32_t of_split = ptx::shared_address(&storage.of_split);
         for_each_four(rows(), ptx::cta_rank(), ctas(), [&](int row, int col) {
-            const Four all = combine<kMostClusterSplits>(ctas(), [&](int cta) {
+            const Four all = combine<kMaxClusterSplits>(ctas(), [&](int cta) {
                 const uint32_t partial = ptx::address_in_cta(of_split, cta);
                 Four x;
                 ptx::ld_cluster(x.max, partial + offsetof(Partial, max) + 4 * row);
@@ -378,7 +378,7 @@ struct Fa3Decode {
         const Partial* partials = of_clusters();
         for_each_four(rows(), ptx::cta_rank(), ctas(), [&](int row, int col) {
             const auto load = [&](int i) { return load_four(partials[i], row, col); };
-            store_result(row, col, combine<kMostClusters>(clusters(), load));
+            store_result(row, col, combine<kMaxClusters>(clusters(), load));
         });
     }
 
@@ -427,7 +427,7 @@ cudaError_t fa3_decode(const ForwardParams& call, const ForwardKernel& kernel,
             return launch_kernel<fa3_decode_kernel<Kernel>>(
                 cta_count(params.schedule), Kernel::kThreads,
                 sizeof(typename Kernel::SharedStorage), params, stream,
-                {.cluster = min_of(params.num_splits, kMostClusterSplits)});
+                {.cluster = min_of(params.num_splits, kMaxClusterSplits)});
         });
     });
 }

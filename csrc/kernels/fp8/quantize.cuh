@@ -142,7 +142,7 @@ __device__ __forceinline__ void quantize_tiles(const QuantizeParams& params) {
             rows.template write<Float8>(stream.storage, factors);
         } else {
             float factor = factor_of(params, amax);
-            if (factor <= kMostFactor / kSumDivisor) {
+            if (factor <= kMaxFactor / kSumDivisor) {
                 factor *= divisor;
             } else {
                 rows.multiply(divisor);  // the product of both factors may overflow

@@ -1,0 +1,263 @@
+// Which arguments the kernels of attention accept. Only the conditions are here: a call that is not
+// accepted is refused in the words of flash_ext/cpu/refusals.py, which finds the first that fails.
+// Tests compare the two (tests/test_accept.py).
+#pragma once
+
+#include <torch/csrc/stable/device.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "api/attention.h"
+#include "api/boxing.h"
+#include "plan/text.h"
+#include "plan/tuning.h"
+#include "plan/variants.h"
+#include "problem/params.h"
+
+namespace flash_ext {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Device;
+
+template <class... Parts>
+[[noreturn]] void fail(const Parts&... parts) {
+    throw std::runtime_error(text("flash_ext: ", parts...));
+}
+
+// What flash_ext/cpu/refusals.py says against the arguments of an op; empty if nothing.
+template <class... Arguments>
+std::string refusal(const char* op, const Arguments&... arguments) {
+    std::vector<StableIValue> stack;
+    const auto push = [&](const auto& x) { stack.push_back(torch::stable::detail::from(x)); };
+    const auto push_all = [&](auto x) {
+        if constexpr (HasFields<decltype(x)>) {
+            std::apply([&](const auto&... field) { (push(field), ...); }, x.fields());
+        } else {
+            push(x);
+        }
+    };
+    (push_all(arguments), ...);
+    call_op(text("flash_ext::refusal_of_", op).c_str(), stack.data());
+    const StableIValue* result = stack.data();
+    return take<std::string>(result);
+}
+
+// For arguments that are not accepted.
+template <class... Arguments>
+[[noreturn]] void refuse(const char* op, const Arguments&... arguments) {
+    const std::string why = refusal(op, arguments...);
+    if (why.empty()) fail(op, " does not accept these arguments");
+    throw std::runtime_error(why);
+}
+
+// What the tensors of a call agree on: dense (batch, seqlen, heads, head_dim), or packed (total,
+// heads, head_dim).
+struct Sizes {
+    bool varlen;
+    int64_t batch;
+    int64_t seqlen_q;  // all rows when packed
+    int64_t seqlen_k;
+    int64_t heads_q;
+    int64_t heads_k;
+    int64_t head_dim;
+    int64_t head_dim_v;
+
+    // The shape of q, k, v or out.
+    std::vector<int64_t> rows(int64_t seqlen, int64_t heads, int64_t dim) const {
+        if (varlen) return {seqlen, heads, dim};
+        return {batch, seqlen, heads, dim};
+    }
+    std::vector<int64_t> statistics() const {
+        if (varlen) return {heads_q, seqlen_q};
+        return {batch, heads_q, seqlen_q};
+    }
+    int64_t tensor_batches() const { return varlen ? 1 : batch; }
+};
+
+inline bool is_here(const Device& device) {
+    return device.type() == torch::headeronly::DeviceType::FLASH_EXT_DEVICE;
+}
+
+inline bool has_shape(const Tensor& x, const std::vector<int64_t>& shape) {
+    const auto sizes = x.sizes();
+    return std::equal(sizes.begin(), sizes.end(), shape.begin(), shape.end());
+}
+
+inline bool has_contiguous_rows(const Tensor& x) {
+    const int64_t last = x.dim() - 1;
+    return x.numel() == 0 || x.size(last) <= 1 || x.stride(last) == 1;
+}
+
+inline bool is_plain(const Tensor& x, const Device& device, ScalarType dtype,
+                     const std::vector<int64_t>& shape) {
+    return x.scalar_type() == dtype && has_shape(x, shape) && x.device() == device &&
+           x.is_contiguous();
+}
+inline bool is_plain_or_none(const std::optional<Tensor>& x, const Device& device, ScalarType dtype,
+                             const std::vector<int64_t>& shape) {
+    return !x || is_plain(*x, device, dtype, shape);
+}
+
+// The variant that a name stands for; none for "auto" and for what names no variant.
+inline std::optional<Variant> variant_of(const Options& options) {
+    for (int i = 0; i < kVariants; ++i)
+        if (options.variant == kVariantNames[i]) return static_cast<Variant>(i);
+    return std::nullopt;
+}
+
+// Any dimension may be 1. Those of positions in packed sequences are as long as the longest one,
+// which only the device knows.
+inline bool accepts_bias(const Tensor& bias, const Sizes& sizes, ScalarType dtype,
+                         const Device& device) {
+    const ScalarType of_bias = bias.scalar_type();
+    if (of_bias != dtype && of_bias != ScalarType::Float && of_bias != ScalarType::Bool)
+        return false;
+    if (bias.device() != device || bias.dim() != 4) return false;
+    const int64_t wanted[] = {sizes.batch, sizes.heads_q, sizes.seqlen_q, sizes.seqlen_k};
+    for (int dim = 0; dim < 4; ++dim) {
+        const int64_t size = bias.size(dim);
+        const bool any = size == 1 || (sizes.varlen && dim >= 2);
+        if ((!any && size != wanted[dim]) || size >= int64_t{1} << 29) return false;
+    }
+    return true;
+}
+
+// One number, (batch, heads_k), or (batch, heads, last). last < 0: any number of blocks, as many as
+// the longest packed sequence has, or more.
+inline bool accepts_descale(const std::optional<Tensor>& descale, const Sizes& sizes, int64_t heads,
+                            int64_t last, const Device& device) {
+    if (!descale) return true;
+    const Tensor& x = *descale;
+    if (x.scalar_type() != ScalarType::Float || x.device() != device) return false;
+    if (x.dim() < 2) return x.dim() == 0 || x.size(0) == 1;
+    if (x.dim() == 2) return has_shape(x, {sizes.batch, sizes.heads_k});
+    return has_shape(x, {sizes.batch, heads, last < 0 ? x.size(2) : last});
+}
+
+// What only 8-bit inputs have, and what they cannot have.
+inline bool accepts_8_bit_options(ScalarType dtype, const Sizes& sizes, const Options& options,
+                                  const Device& device) {
+    const std::optional<ScalarType>& out = options.out_dtype;
+    if (!has_8_bits(dtype))
+        return !options.q_descale && !options.k_descale && !options.v_descale &&
+               (!out || *out == dtype);
+    const auto blocks = [&](int64_t rows) {
+        return sizes.varlen ? -1 : ceil_div<int64_t>(rows, kDescaleRows);
+    };
+    return (!out || *out == ScalarType::BFloat16 || *out == ScalarType::Half) && !options.bias &&
+           options.dropout_p == 0 &&
+           accepts_descale(options.q_descale, sizes, sizes.heads_q, blocks(sizes.seqlen_q),
+                           device) &&
+           accepts_descale(options.k_descale, sizes, sizes.heads_k, blocks(sizes.seqlen_k),
+                           device) &&
+           accepts_descale(options.v_descale, sizes, sizes.heads_k, sizes.head_dim_v, device);
+}
+
+inline bool accepts_options(ScalarType dtype, const Sizes& sizes, const Options& options,
+                            const Device& device) {
+    // The kernels have scale * log2(e), softcap * log2(e), its inverse and scale / softcap in
+    // float32: within these bounds they are finite. And the backward pass finds tanh from P and
+    // lse, whose error must be small beside the cap.
+    const double softcap = options.softcap;
+    const double max_factor = std::ldexp(1.0, 127);
+    if (!(softcap == 0 || (std::ldexp(1.0, -10) <= softcap && softcap < max_factor))) return false;
+    const double max_scale = max_factor * (softcap > 0 ? std::min(softcap, 1.0) : 1.0);
+    if (options.scale && !(std::abs(*options.scale) < max_scale)) return false;
+    if (options.window_left < -1 || options.window_right < -1) return false;
+    if (const auto& slopes = options.alibi_slopes) {
+        const std::vector<int64_t> shape = {sizes.batch, sizes.heads_q};
+        if (slopes->scalar_type() != ScalarType::Float || slopes->device() != device ||
+            !(has_shape(*slopes, {sizes.heads_q}) || has_shape(*slopes, shape)) ||
+            !has_contiguous_rows(*slopes))
+            return false;
+    }
+    if (options.bias && !accepts_bias(*options.bias, sizes, dtype, device)) return false;
+    return accepts_8_bit_options(dtype, sizes, options, device) &&
+           is_plain_or_none(options.sink, device, ScalarType::Float, {sizes.heads_q}) &&
+           is_plain_or_none(options.seqused_k, device, ScalarType::Int, {sizes.batch}) &&
+           options.dropout_p >= 0 && options.dropout_p < 1 &&
+           (options.dropout_p == 0 ||
+            (options.rng_state && is_plain(*options.rng_state, device, ScalarType::Long, {2})));
+}
+
+// Positions and CTA indices are 32-bit; elements are addressed in 64.
+inline bool accepts_sizes(const Sizes& sizes) {
+    constexpr int64_t kMaxLength = int64_t{1} << 29;
+    constexpr int64_t kMaxTiles = int64_t{1} << 31;
+    constexpr int64_t kSmallestTile = 16;
+    const auto accepts = [&](int64_t length, int64_t heads) {
+        const int64_t blocks = length / kSmallestTile + 1 + (sizes.varlen ? sizes.batch + 1 : 0);
+        const int64_t matrices = heads * sizes.tensor_batches();
+        return length < kMaxLength && matrices < kMaxTiles && matrices * blocks < kMaxTiles;
+    };
+    return accepts(sizes.seqlen_q, sizes.heads_q) && accepts(sizes.seqlen_k, sizes.heads_k);
+}
+
+// The sizes of a forward pass; none if it is refused.
+inline std::optional<Sizes> accept_forward(const Tensor& q, const Tensor& k, const Tensor& v,
+                                           const Options& options) {
+    const auto &cu_q = options.cu_seqlens_q, &cu_k = options.cu_seqlens_k;
+    const ScalarType dtype = q.scalar_type();
+    const ScalarType dtype_v = dtype == ScalarType::Char ? ScalarType::Float8_e4m3fn : dtype;
+    const Device device = q.device();
+    const int64_t dims = cu_q ? 3 : 4;
+    if ((options.variant != "auto" && !variant_of(options)) || cu_q.has_value() != cu_k.has_value())
+        return std::nullopt;
+    if (dtype != ScalarType::Half && dtype != ScalarType::BFloat16 && !has_8_bits(dtype))
+        return std::nullopt;
+    if (!is_here(device) || k.scalar_type() != dtype || v.scalar_type() != dtype_v)
+        return std::nullopt;
+    for (const Tensor* x : {&q, &k, &v})
+        if (x->dim() != dims || x->device() != device || !has_contiguous_rows(*x))
+            return std::nullopt;
+
+    const Sizes sizes{.varlen = cu_q.has_value(),
+                      .batch = cu_q ? std::max<int64_t>(cu_q->numel() - 1, 0) : q.size(0),
+                      .seqlen_q = q.size(dims - 3),
+                      .seqlen_k = k.size(dims - 3),
+                      .heads_q = q.size(dims - 2),
+                      .heads_k = k.size(dims - 2),
+                      .head_dim = q.size(dims - 1),
+                      .head_dim_v = v.size(dims - 1)};
+    for (const int64_t dim : {sizes.head_dim, sizes.head_dim_v})
+        if (dim < 1 || dim > tuning::kMaxHeadDim) return std::nullopt;
+    if (!has_shape(k, sizes.rows(sizes.seqlen_k, sizes.heads_k, sizes.head_dim)) ||
+        !has_shape(v, sizes.rows(sizes.seqlen_k, sizes.heads_k, sizes.head_dim_v)) ||
+        sizes.heads_k == 0 || sizes.heads_q % sizes.heads_k != 0)
+        return std::nullopt;
+    const bool accepted = is_plain_or_none(cu_q, device, ScalarType::Int, {sizes.batch + 1}) &&
+                          is_plain_or_none(cu_k, device, ScalarType::Int, {sizes.batch + 1}) &&
+                          accepts_sizes(sizes) && accepts_options(dtype, sizes, options, device);
+    return accepted ? std::optional(sizes) : std::nullopt;
+}
+
+// The same for a backward pass.
+inline std::optional<Sizes> accept_backward(const Tensor& dout, const std::optional<Tensor>& dlse,
+                                            const Tensor& q, const Tensor& k, const Tensor& v,
+                                            const Tensor& out, const Tensor& lse,
+                                            const Options& options) {
+    const std::optional<Sizes> sizes = accept_forward(q, k, v, options);
+    const ScalarType dtype = q.scalar_type();
+    if (!sizes || has_8_bits(dtype)) return std::nullopt;
+    const auto shape = sizes->rows(sizes->seqlen_q, sizes->heads_q, sizes->head_dim_v);
+    for (const Tensor* x : {&dout, &out})
+        if (!has_shape(*x, shape) || x->scalar_type() != dtype || x->device() != q.device() ||
+            !has_contiguous_rows(*x))
+            return std::nullopt;
+    const bool accepted =
+        is_plain(lse, q.device(), ScalarType::Float, sizes->statistics()) &&
+        is_plain_or_none(dlse, q.device(), ScalarType::Float, sizes->statistics());
+    return accepted ? sizes : std::nullopt;
+}
+
+}  // namespace flash_ext

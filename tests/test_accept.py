@@ -1,0 +1,120 @@
+"""The CUDA kernels accept what the words of a refusal accept, and nothing else.
+
+csrc/api/accept.h has the conditions, flash_ext/cpu/checks.py the words: two lists of one thing.
+Would catch a condition that is missing in one of them: a call that reads out of bounds, or one that
+is refused without a reason. Here the CPU is csrc's device.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from compiled import load_host_side
+from test_errors import (
+    BACKWARD_CASES,
+    FORWARD_CASES,
+    PACKED_BACKWARD_CASES,
+    PACKED_CASES,
+    Arguments,
+    call,
+    good,
+    good_packed,
+    named,
+    option,
+    shaped,
+    tensor,
+    typed,
+)
+
+FP8 = torch.float8_e4m3fn
+
+OF_8_BITS = {
+    "nothing": (None, option()),
+    "out in float16": (None, option(out_dtype=torch.float16)),
+    "out in float32": ("out_dtype", option(out_dtype=torch.float32)),
+    "int8": (None, lambda a: {name: a[name].to(torch.int8) for name in "qk"}),
+    "int8 throughout": ("v", lambda a: {name: a[name].to(torch.int8) for name in "qkv"}),
+    "a bias": ("bias", tensor("bias", 1, 1, 1, 1)),
+    "dropout": ("dropout_p", option(dropout_p=0.5)),
+    "one number": (None, tensor("q_descale")),
+    "one number in a vector": (None, tensor("k_descale", 1)),
+    "two numbers": ("k_descale", tensor("k_descale", 2)),
+    "a number a head": (None, tensor("v_descale", 2, 2)),
+    "a number a query head": ("q_descale", tensor("q_descale", 2, 4)),
+    "blocks of queries": (None, tensor("q_descale", 2, 4, 1)),
+    "blocks of queries by key heads": ("q_descale", tensor("q_descale", 2, 2, 1)),
+    "too many blocks": ("k_descale", tensor("k_descale", 2, 2, 2)),
+    "channels": (None, tensor("v_descale", 2, 2, 32)),
+    "too few channels": ("v_descale", tensor("v_descale", 2, 2, 16)),
+    "four dimensions": ("v_descale", tensor("v_descale", 2, 2, 32, 1)),
+    "descales in bfloat16": ("q_descale", tensor("q_descale", dtype=torch.bfloat16)),
+}
+
+
+def good_in_8_bits(device: str) -> Arguments:
+    a = good(device)
+    return {name: a[name].to(FP8) for name in "qkv"}
+
+
+MORE = {
+    "a window": (None, option(window_left=3, window_right=0)),
+    "every variant": (None, option(variant="fa3")),
+    "descales": ("q_descale", tensor("q_descale")),
+    "out in q's dtype": (None, option(out_dtype=torch.bfloat16)),
+    "out in another": ("out_dtype", option(out_dtype=torch.float16)),
+    "slopes of heads": (None, tensor("alibi_slopes", 4)),
+    "slopes of batches": (None, tensor("alibi_slopes", 2, 4)),
+    "bias in float32": (None, tensor("bias", 2, 1, 5, 7)),
+    "bias of bools": (None, tensor("bias", 1, 4, 5, 1, dtype=torch.bool)),
+    "no queries": (None, lambda a: shaped("q", 2, 0, 4, 32)(a) | _no_queries(a)),
+    "no batch": (None, lambda a: {n: x.new_zeros((0, *x.shape[1:])) for n, x in a.items()}),
+    "a scale of 0": (None, option(scale=0.0)),
+    "float16 throughout": (
+        None,
+        lambda a: {n: a[n].half() for n in ("q", "k", "v", "out", "dout")},
+    ),
+    "k of 8 bits": ("k", typed("k", FP8)),
+}
+
+
+def _no_queries(a: Arguments) -> Arguments:
+    changes = {n: a[n].new_zeros(2, 0, 4, 32) for n in ("out", "dout")}
+    return changes | {n: a[n].new_zeros(2, 4, 0) for n in ("lse", "dlse")}
+
+
+def compare(op: str, said: str | None, change: Callable, arguments: Arguments) -> None:
+    load_host_side()
+    changed = arguments | change(arguments)
+    why = call(f"refusal_of_{op}", changed)
+    assert call(f"refused_{op}", changed) == why
+    assert why == "" if said is None else re.match(named(said), why), why
+
+
+@pytest.mark.parametrize("op", ("fwd", "bwd"))
+@pytest.mark.parametrize("case", FORWARD_CASES | MORE)
+def test_dense_calls(case: str, op: str) -> None:
+    compare(op, *(FORWARD_CASES | MORE)[case], good("cpu"))
+
+
+@pytest.mark.parametrize("op", ("fwd", "bwd"))
+@pytest.mark.parametrize("case", PACKED_CASES)
+def test_packed_calls(case: str, op: str) -> None:
+    compare(op, *PACKED_CASES[case], good_packed("cpu"))
+
+
+@pytest.mark.parametrize("case", BACKWARD_CASES)
+def test_gradients(case: str) -> None:
+    compare("bwd", *BACKWARD_CASES[case], good("cpu"))
+
+
+@pytest.mark.parametrize("case", PACKED_BACKWARD_CASES)
+def test_packed_gradients(case: str) -> None:
+    compare("bwd", *PACKED_BACKWARD_CASES[case], good_packed("cpu"))
+
+
+@pytest.mark.parametrize("case", OF_8_BITS)
+def test_8_bits(case: str) -> None:
+    compare("fwd", *OF_8_BITS[case], good_in_8_bits("cpu"))
