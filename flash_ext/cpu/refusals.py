@@ -1,7 +1,8 @@
 """Why the CUDA kernels do not accept the arguments of an op, in words.
 
 In each call csrc/api tests conditions alone. If one fails it asks the op `refusal_of_…` here, which
-has the op's arguments and the CPU kernels' checks: each message is written once. "" stands for no reason.
+has the op's arguments and the CPU kernels' checks: each message is written once. "" stands
+for no reason.
 """
 
 from __future__ import annotations
