@@ -6,8 +6,9 @@
 
 A step is --layers calls of `flash_ext.integrations.distributed.attention` with the same documents,
 forward and backward. Steps with documents that no step had before are timed beside steps with the
-same ones again; and the memory of a rank is read while --packings of them go by. Prints JSON, and
-each result on stderr when it is there.
+same ones again, each packing with itself, so both have the same work and "auto" the same method;
+and the memory of a rank is read while --packings of them go by. Prints JSON, and each result on
+stderr when it is there.
 
 With --alone there are no other ranks, kernels or copies: a step is what the host does until a call
 has its plan and the numbers of it that go to a device.
@@ -40,6 +41,7 @@ from flash_ext.integrations.distributed.on_device import Kept
 
 METHODS = (*cp.METHODS, "auto")
 LAYOUTS = ("document_zigzag", "zigzag")
+AGAIN = 4  # steps with one packing, beside steps with one each
 READ_AT = (0, 64, 256, 512, 1024, 2048, 4096, 10_000)  # packings: when memory is read
 
 
@@ -136,15 +138,15 @@ def timed(steps: Steps, call: Callable[[], None]) -> tuple[float, float]:
 
 
 def times(steps: Steps, args: argparse.Namespace) -> Json:
-    """Of new packings and of the same one again, by turns, on this rank."""
+    """Of new packings, and of each of them again at once, on this rank."""
     every = packings(args)
-    first = next(every)
-    found: dict[str, list[tuple[float, float]]] = {"same": [], "new": []}
+    found: dict[str, list[tuple[float, float]]] = {"new": [], "same": []}
     for number in range(args.warm_up + args.steps):
-        for name, edges in (("same", first), ("new", next(every))):
+        edges = next(every)
+        for of_name in found.values():
             took = timed(steps, lambda edges=edges: steps.step(edges))
             if number >= args.warm_up:
-                found[name].append(took)
+                of_name.append(took)
     result: Json = {}
     for name, pairs in found.items():
         host, whole = zip(*pairs, strict=True)
@@ -155,18 +157,20 @@ def times(steps: Steps, args: argparse.Namespace) -> Json:
 
 
 def in_a_row(steps: Steps, args: argparse.Namespace) -> Json:
-    """Milliseconds of a step among others, without a wait between them: as in training."""
+    """Milliseconds of a step among others, without a wait between them: as in training. Packings
+    are new in each step, or in one of AGAIN steps, which tells what the same ones again take."""
     every = packings(args, seed=1)
-    result: Json = {}
-    for name in ("same", "new", "same", "new"):  # the first round only warms up
-        edges = [next(every) for _ in range(args.steps)]
+    took: dict[int, float] = {}
+    for count in (1, AGAIN, 1, AGAIN):  # the first round only warms up
+        new = [next(every) for _ in range(args.steps)]
         steps.meet()
         start = time.perf_counter()
-        for new in edges:
-            steps.step(new if name == "new" else edges[0])
+        for edges in (x for x in new for _ in range(count)):
+            steps.step(edges)
         steps.meet()
-        result[f"ms_{name}_in_a_row"] = 1e3 * (time.perf_counter() - start) / args.steps
-    return result
+        took[count] = 1e3 * (time.perf_counter() - start) / args.steps
+    same = (took[AGAIN] - took[1]) / (AGAIN - 1)
+    return {"ms_same_in_a_row": same, "ms_new_in_a_row": took[1]}
 
 
 def report(found: Json, args: argparse.Namespace) -> None:

@@ -16,6 +16,7 @@
 #include <numeric>
 #include <vector>
 
+#include "api/accept.h"
 #include "api/attention.h"
 #include "api/boxing.h"
 
@@ -164,12 +165,6 @@ bool runs(const Tensor& q, const Tensor& k, const Tensor& v, bool varlen) {
     return has_kernel(batched(q), batched(k), batched(v));
 }
 
-// An int32 vector as the ops take it, or none.
-bool is_plain(const std::optional<Tensor>& x, int64_t size) {
-    return !x || (x->dim() == 1 && x->size(0) == size && x->scalar_type() == ScalarType::Int &&
-                  x->is_contiguous());
-}
-
 // --- The other results of the ops ---
 
 // The state of the random generator, an unused tensor and the debug mask, of a call without
@@ -262,8 +257,11 @@ bool flash_runs(const Tensor& query, const Tensor& key, const Tensor& value, dou
     if (dropout_p != 0 || offsets.has_value() != options.cu_seqlens_k.has_value()) return false;
     if (query.dim() == 0 || (offsets && offsets->dim() != 1)) return false;
     const int64_t batch = offsets ? offsets->size(0) - 1 : query.size(0);
-    return is_plain(offsets, batch + 1) && is_plain(options.cu_seqlens_k, batch + 1) &&
-           is_plain(options.seqused_k, batch) && runs(query, key, value, offsets.has_value());
+    const auto is_vector = [&](const std::optional<Tensor>& x, int64_t size) {
+        return is_plain_or_none(x, query.device(), ScalarType::Int, {size});
+    };
+    return is_vector(offsets, batch + 1) && is_vector(options.cu_seqlens_k, batch + 1) &&
+           is_vector(options.seqused_k, batch) && runs(query, key, value, offsets.has_value());
 }
 
 // Since torch 2.13 the op has block_table and num_splits too. num_splits asks that a sequence's

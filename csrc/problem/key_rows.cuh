@@ -1,6 +1,6 @@
-// Where the rows of K and V lie. All loads of K and V ask here, tile by tile, for an address or for
-// coordinates of TMA, and how many keys are left. Rows of dense and of packed tensors are adjacent;
-// pages would be another answer of at().
+// Where the rows of K and V lie, and those of queries. All loads of K and V ask here, tile by tile,
+// for an address or for coordinates of TMA, and how many keys are left. Rows of dense and of packed
+// tensors are adjacent; pages would be another answer of at().
 #pragma once
 
 #include "problem/params.h"
@@ -22,34 +22,39 @@ struct KeyRows {
         int row;
     };
     // Of a tile's first key. Its others are in the rows that follow.
-    __device__ __forceinline__ Place at(int first_key) const { return {batch, begin + first_key}; }
+    FLASH_DEVICE Place at(int first_key) const { return {batch, begin + first_key}; }
 
     // A tile, as cp.async loads it.
     template <class Element>
-    __device__ __forceinline__ GlobalTile<const Element> tile(const TensorView& view, int head,
-                                                              int first_key, int cols) const {
+    FLASH_DEVICE GlobalTile<const Element> tile(const TensorView& view, int head, int first_key,
+                                                int cols) const {
         const Place place = at(first_key);
         return global_tile<const Element>(view, place.batch, place.row, head, rows - first_key,
                                           cols);
     }
     // From one tile to another, in elements.
-    __device__ __forceinline__ int64_t step(const TensorView& view, int from_key,
-                                            int to_key) const {
+    FLASH_DEVICE int64_t step(const TensorView& view, int from_key, int to_key) const {
         const Place from = at(from_key), to = at(to_key);
         return (to.batch - from.batch) * view.batch_stride + (to.row - from.row) * view.row_stride;
     }
     // A tile, as TMA loads it: coordinates for row `first_key` and those that follow.
     template <class Element>
-    __device__ __forceinline__ TensorRows tensor_rows(const TensorView& view, int head,
-                                                      int first_key) const {
+    FLASH_DEVICE TensorRows tensor_rows(const TensorView& view, int head, int first_key) const {
         const Place place = at(first_key);
         return flash_ext::tensor_rows<Element>(view, place.batch, head, place.row - first_key,
                                                rows);
     }
 };
 
-__device__ __forceinline__ KeyRows key_rows(const AttentionParams& /*params*/, const Sequence& s) {
+FLASH_DEVICE KeyRows key_rows(const AttentionParams& /*params*/, const Sequence& s) {
     return {s.batch, s.k_begin, s.seqlen_k};
+}
+
+// Rows of a tensor with a row for each query (Q, O, dO, dQ), from query `first` on.
+template <class Element>
+FLASH_DEVICE GlobalTile<Element> query_rows(const TensorView& view, const Sequence& s, int head,
+                                            int first, int cols) {
+    return global_tile<Element>(view, s.batch, s.q_begin + first, head, s.seqlen_q - first, cols);
 }
 
 }  // namespace flash_ext

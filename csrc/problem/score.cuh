@@ -26,7 +26,7 @@ struct ScoreFunction {
     int head;
 
     template <class Scores>
-    __device__ __forceinline__ void apply(Scores& s, int first_row, int first_col) const {
+    FLASH_DEVICE void apply(Scores& s, int first_row, int first_col) const {
         if (!contains(kOptions, OptionSet::kSoftcap) || params.softcap == 0.f) {
             s.scale(params.scale_log2);
         } else {
@@ -39,8 +39,8 @@ struct ScoreFunction {
     // from which tanh is recomputed: log2(p) + lse_of(query) is what apply() returned, with the
     // query's row or column in the tile.
     template <class Scores, class LseOfQuery>
-    __device__ __forceinline__ void softcap_gradient(Scores& ds, const Scores& p, int first_row,
-                                                     int first_col, LseOfQuery lse_of) const {
+    FLASH_DEVICE void softcap_gradient(Scores& ds, const Scores& p, int first_row, int first_col,
+                                       LseOfQuery lse_of) const {
         const float inverse_cap = 1.f / (params.softcap * kLog2e);
 #pragma unroll
         for (int m = 0; m < Scores::kM; ++m)
@@ -67,7 +67,7 @@ struct ScoreFunction {
     // visit(score, row, column) for this lane's elements. Rows and columns count from the lane's
     // first, so they are compile-time constants.
     template <class Scores, class Visit>
-    static __device__ __forceinline__ void for_each_score(Scores& s, Visit visit) {
+    static FLASH_DEVICE void for_each_score(Scores& s, Visit visit) {
 #pragma unroll
         for (int m = 0; m < Scores::kM; ++m)
 #pragma unroll
@@ -79,7 +79,7 @@ struct ScoreFunction {
     // c tanh(scale q k / c) = c (1 - 2 / (1 + 2^x)), accurate to a few units in the last place:
     // near 0, where that cancels, by the series of tanh(x / kTwoLog2e).
     template <class Scores>
-    __device__ __forceinline__ void apply_softcap(Scores& s) const {
+    FLASH_DEVICE void apply_softcap(Scores& s) const {
         constexpr float kTwoLog2e = 2.f * kLog2e;
         const float exponent = kTwoLog2e * (params.scale / params.softcap);
         const float cap = params.softcap * kLog2e;
@@ -97,8 +97,7 @@ struct ScoreFunction {
 
     // s += sign (ALiBi + bias)
     template <class Scores>
-    __device__ __forceinline__ void add_offsets(Scores& s, int first_row, int first_col,
-                                                float sign) const {
+    FLASH_DEVICE void add_offsets(Scores& s, int first_row, int first_col, float sign) const {
         if (contains(kOptions, OptionSet::kAlibi) && params.alibi_slopes != nullptr) {
             const int64_t batch = sequence.index();
             const float slope =
@@ -155,7 +154,7 @@ struct ScoreFunction {
         int cols;
     };
 
-    __device__ __forceinline__ BiasTile bias_tile(int first_row, int first_col) const {
+    FLASH_DEVICE BiasTile bias_tile(int first_row, int first_col) const {
         constexpr int kRowDim = kRows == Rows::kQueries ? 2 : 3;
         constexpr int kColDim = 5 - kRowDim;
         const Bias& bias = params.bias;
@@ -171,7 +170,7 @@ struct ScoreFunction {
     }
 
     template <class BiasElement, class Scores>
-    __device__ __forceinline__ void add_bias(Scores& s, const BiasTile& tile, float factor) const {
+    FLASH_DEVICE void add_bias(Scores& s, const BiasTile& tile, float factor) const {
         const auto* first = static_cast<const BiasElement*>(params.bias.data) + tile.offset;
         // Computed again: over the loop of the kernel they would take registers.
         const int lane_row = ptx::not_hoisted(flash_ext::lane_row());
@@ -251,7 +250,7 @@ struct ScoreFunction {
 };
 
 // How many of a lane's columns, 0, 1, 8, 9, 16, 17, ..., are before a column.
-__device__ __forceinline__ int columns_before(int column) {
+FLASH_DEVICE int columns_before(int column) {
     const uint32_t x = max_of(column, 0);
     return static_cast<int>((x + 7) / 8 + (x + 6) / 8);
 }
@@ -264,7 +263,7 @@ __device__ __forceinline__ int columns_before(int column) {
 // instructions each. But R2P needs all predicates, and a warp of 32 rows has no registers for the
 // values that they hold then.
 template <class Scores, class RangeOfRow>
-__device__ __forceinline__ void mask_scores(Scores& s, int first_col, RangeOfRow range_of_row) {
+FLASH_DEVICE void mask_scores(Scores& s, int first_col, RangeOfRow range_of_row) {
     constexpr int kColumns = 2 * Scores::kN;  // a lane's
 #pragma unroll
     for (int m = 0; m < Scores::kM; ++m)
@@ -297,8 +296,8 @@ __device__ __forceinline__ void mask_scores(Scores& s, int first_col, RangeOfRow
         }
 }
 
-__device__ __forceinline__ DropoutMask dropout_mask(const AttentionParams& params,
-                                                    const Sequence& sequence, int head) {
+FLASH_DEVICE DropoutMask dropout_mask(const AttentionParams& params, const Sequence& sequence,
+                                      int head) {
     return DropoutMask(params.rng_state[0], params.rng_state[1],
                        static_cast<int64_t>(sequence.index()) * params.heads_q + head,
                        params.keep_threshold);
@@ -307,8 +306,8 @@ __device__ __forceinline__ DropoutMask dropout_mask(const AttentionParams& param
 // visit(m, n, i, keep) for every element of a tile whose rows are queries and columns keys.
 // first_query and first_key are multiples of 16.
 template <class Scores, class Visit>
-__device__ __forceinline__ void for_each_keep(const DropoutMask& mask, int first_query,
-                                              int first_key, Visit visit) {
+FLASH_DEVICE void for_each_keep(const DropoutMask& mask, int first_query, int first_key,
+                                Visit visit) {
 #pragma unroll
     for (int m = 0; m < Scores::kM; ++m)
 #pragma unroll
@@ -324,8 +323,8 @@ __device__ __forceinline__ void for_each_keep(const DropoutMask& mask, int first
 
 // The same for a tile whose rows are keys and columns queries.
 template <class Scores, class Visit>
-__device__ __forceinline__ void for_each_keep_transposed(const DropoutMask& mask, int first_key,
-                                                         int first_query, Visit visit) {
+FLASH_DEVICE void for_each_keep_transposed(const DropoutMask& mask, int first_key, int first_query,
+                                           Visit visit) {
     const int key_parity = lane_row() % 2;
 #pragma unroll
     for (int m = 0; m < Scores::kM; ++m)

@@ -2,14 +2,16 @@
 // PTX ISA, "Parallel synchronization and communication instructions: bar".
 #pragma once
 
+#include "ptx/device.h"
+
 namespace flash_ext::ptx {
 
-__device__ __forceinline__ void barrier_sync(int id, int threads) {
+FLASH_DEVICE void barrier_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // Arrives without waiting.
-__device__ __forceinline__ void barrier_arrive(int id, int threads) {
+FLASH_DEVICE void barrier_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 

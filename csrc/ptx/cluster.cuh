@@ -4,17 +4,19 @@
 
 #include <cstdint>
 
+#include "ptx/device.h"
+
 namespace flash_ext::ptx {
 
 // This CTA's number in the cluster.
-__device__ __forceinline__ uint32_t cta_rank() {
+FLASH_DEVICE uint32_t cta_rank() {
     uint32_t rank;
     asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     return rank;
 }
 
 // The cluster's number in the grid.
-__device__ __forceinline__ uint32_t cluster_id() {
+FLASH_DEVICE uint32_t cluster_id() {
     uint32_t id;
     asm volatile("mov.u32 %0, %%clusterid.x;" : "=r"(id));
     return id;
@@ -22,31 +24,29 @@ __device__ __forceinline__ uint32_t cluster_id() {
 
 // The barrier of all threads of the cluster. Orders no memory accesses but initialized mbarriers
 // (mbarrier_fence_init): a release waits for all that the thread has stored to global memory.
-__device__ __forceinline__ void cluster_arrive_relaxed() {
+FLASH_DEVICE void cluster_arrive_relaxed() {
     asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 }
-__device__ __forceinline__ void cluster_wait() {
-    asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
-}
+FLASH_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 
 // The same barrier, after which all that was stored before is visible to all.
-__device__ __forceinline__ void cluster_sync() {
+FLASH_DEVICE void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release;" ::: "memory");
     cluster_wait();
 }
 
 // An address of this CTA's shared memory as the same place of another CTA's.
-__device__ __forceinline__ uint32_t address_in_cta(uint32_t address, uint32_t rank) {
+FLASH_DEVICE uint32_t address_in_cta(uint32_t address, uint32_t rank) {
     uint32_t there;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
     return there;
 }
 
 // Loads from a CTA's shared memory, also this one's.
-__device__ __forceinline__ void ld_cluster(float& x, uint32_t address) {
+FLASH_DEVICE void ld_cluster(float& x, uint32_t address) {
     asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
 }
-__device__ __forceinline__ void ld_cluster(float4& x, uint32_t address) {
+FLASH_DEVICE void ld_cluster(float4& x, uint32_t address) {
     asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
                  : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
                  : "r"(address)
@@ -54,7 +54,7 @@ __device__ __forceinline__ void ld_cluster(float4& x, uint32_t address) {
 }
 
 // Stores to a CTA's shared memory. Its mbarrier counts the bytes, once they are there.
-__device__ __forceinline__ void st_async(uint32_t target, uint32_t value, uint32_t barrier) {
+FLASH_DEVICE void st_async(uint32_t target, uint32_t value, uint32_t barrier) {
     asm volatile(
         "st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(target),
         "r"(value), "r"(barrier)

@@ -4,10 +4,12 @@
 
 #include <cstdint>
 
+#include "ptx/device.h"
+
 namespace flash_ext::ptx {
 
 template <bool kTranspose>
-__device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) {
+FLASH_DEVICE void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) {
     if constexpr (kTranspose) {
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                      : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])

@@ -7,46 +7,48 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "ptx/device.h"
+
 namespace flash_ext::ptx {
 
 // 2^x; ex2(-inf) is 0, subnormal results are flushed.
-__device__ __forceinline__ float ex2(float x) {
+FLASH_DEVICE float ex2(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
 // The same, x y + z and sum += x, in the order of the program.
-__device__ __forceinline__ float ex2_in_order(float x) {
+FLASH_DEVICE float ex2_in_order(float x) {
     float y;
     asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-__device__ __forceinline__ float fma(float x, float y, float z) {
+FLASH_DEVICE float fma(float x, float y, float z) {
     float result;
     asm volatile("fma.rn.f32 %0, %1, %2, %3;" : "=f"(result) : "f"(x), "f"(y), "f"(z));
     return result;
 }
-__device__ __forceinline__ void add_to(float& sum, float x) {
+FLASH_DEVICE void add_to(float& sum, float x) {
     asm volatile("add.f32 %0, %0, %1;" : "+f"(sum) : "f"(x));
 }
 
 // log2(x); lg2(0) is -inf.
-__device__ __forceinline__ float lg2(float x) {
+FLASH_DEVICE float lg2(float x) {
     float y;
     asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
 // 1 / x to within one unit in the last place.
-__device__ __forceinline__ float rcp(float x) {
+FLASH_DEVICE float rcp(float x) {
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
 // Ones in bits [begin, begin + width), clipped to 32 bits.
-__device__ __forceinline__ uint32_t bit_range(uint32_t begin, uint32_t width) {
+FLASH_DEVICE uint32_t bit_range(uint32_t begin, uint32_t width) {
     uint32_t bits;
     asm("bmsk.clamp.b32 %0, %1, %2;" : "=r"(bits) : "r"(begin), "r"(width));
     return bits;
@@ -54,7 +56,7 @@ __device__ __forceinline__ uint32_t bit_range(uint32_t begin, uint32_t width) {
 
 // Two floats rounded to nearest even and packed, `low` in the low half.
 template <class Element>
-__device__ __forceinline__ uint32_t pack(float low, float high) {
+FLASH_DEVICE uint32_t pack(float low, float high) {
     uint32_t packed;
     if constexpr (std::is_same_v<Element, __half>) {
         asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
@@ -66,7 +68,7 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
 
 // The inverse of pack().
 template <class Element>
-__device__ __forceinline__ float2 unpack(uint32_t packed) {
+FLASH_DEVICE float2 unpack(uint32_t packed) {
     if constexpr (std::is_same_v<Element, __half>) {
         return __half22float2(*reinterpret_cast<const __half2*>(&packed));
     } else {
@@ -76,7 +78,7 @@ __device__ __forceinline__ float2 unpack(uint32_t packed) {
 
 // Four floats rounded to e4m3 and packed, the first in the lowest byte. Numbers beyond 448 become
 // 448; a NaN stays one.
-__device__ __forceinline__ uint32_t pack_e4m3(float x0, float x1, float x2, float x3) {
+FLASH_DEVICE uint32_t pack_e4m3(float x0, float x1, float x2, float x3) {
     uint32_t packed;
     asm("{ .reg .b16 low, high;\n"
         "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
@@ -88,14 +90,14 @@ __device__ __forceinline__ uint32_t pack_e4m3(float x0, float x1, float x2, floa
 }
 
 // Bytes of x and y, selected by the four lowest hexadecimal digits of `selector`.
-__device__ __forceinline__ uint32_t byte_permute(uint32_t x, uint32_t y, uint32_t selector) {
+FLASH_DEVICE uint32_t byte_permute(uint32_t x, uint32_t y, uint32_t selector) {
     uint32_t result;
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(x), "r"(y), "r"(selector));
     return result;
 }
 
 template <class Element>
-__device__ __forceinline__ Element from_float(float x) {
+FLASH_DEVICE Element from_float(float x) {
     if constexpr (std::is_same_v<Element, __half>) {
         return __float2half_rn(x);
     } else {
@@ -103,8 +105,8 @@ __device__ __forceinline__ Element from_float(float x) {
     }
 }
 
-__device__ __forceinline__ float to_float(float x) { return x; }
-__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
-__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+FLASH_DEVICE float to_float(float x) { return x; }
+FLASH_DEVICE float to_float(__half x) { return __half2float(x); }
+FLASH_DEVICE float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 
 }  // namespace flash_ext::ptx

@@ -5,19 +5,21 @@
 
 #include <cstdint>
 
+#include "ptx/device.h"
+
 namespace flash_ext::ptx {
 
-__device__ __forceinline__ void mbarrier_init(uint32_t barrier, int arrivals) {
+FLASH_DEVICE void mbarrier_init(uint32_t barrier, int arrivals) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-__device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
+FLASH_DEVICE void mbarrier_arrive(uint32_t barrier) {
     asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(barrier)
                  : "memory");
 }
 
 // The same if `active`, by a predicate and not by a branch.
-__device__ __forceinline__ void mbarrier_arrive_if(bool active, uint32_t barrier) {
+FLASH_DEVICE void mbarrier_arrive_if(bool active, uint32_t barrier) {
     asm volatile(
         "{ .reg .pred p; .reg .b64 state; setp.ne.b32 p, %0, 0; "
         "@p mbarrier.arrive.shared.b64 state, [%1]; }" ::"r"(int{active}),
@@ -26,7 +28,7 @@ __device__ __forceinline__ void mbarrier_arrive_if(bool active, uint32_t barrier
 }
 
 // This thread arrives. The phase also waits until TMA has brought this number of bytes.
-__device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, int bytes) {
+FLASH_DEVICE void mbarrier_arrive_expect(uint32_t barrier, int bytes) {
     asm volatile(
         "{ .reg .b64 state; mbarrier.arrive.expect_tx.shared.b64 state, [%0], %1; }" ::"r"(barrier),
         "r"(bytes)
@@ -34,17 +36,17 @@ __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, int byt
 }
 
 // Makes the barriers that this thread has initialized visible to TMA.
-__device__ __forceinline__ void mbarrier_fence_init() {
+FLASH_DEVICE void mbarrier_fence_init() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
 // This thread arrives when all cp.async that it has issued so far have written their bytes.
-__device__ __forceinline__ void mbarrier_arrive_after_cp_async(uint32_t barrier) {
+FLASH_DEVICE void mbarrier_arrive_after_cp_async(uint32_t barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
 // Has the phase of this parity ended?
-__device__ __forceinline__ bool mbarrier_test(uint32_t barrier, uint32_t parity) {
+FLASH_DEVICE bool mbarrier_test(uint32_t barrier, uint32_t parity) {
     uint32_t ended;
     asm volatile(
         "{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
@@ -56,7 +58,7 @@ __device__ __forceinline__ bool mbarrier_test(uint32_t barrier, uint32_t parity)
 
 // Waits for the end of the phase of this parity. Parities alternate, 0 first. On a fresh barrier
 // the phase of parity 1 counts as ended.
-__device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
+FLASH_DEVICE void mbarrier_wait(uint32_t barrier, uint32_t parity) {
 #if __CUDA_ARCH__ >= 900
     uint32_t ended;
     do {

@@ -3,12 +3,14 @@
 
 #include <cstdint>
 
+#include "ptx/device.h"
+
 namespace flash_ext::ptx {
 
 // *p += x for two or four consecutive floats (aligned to as many), without returning the old
 // values.
 template <int kFloats>
-__device__ __forceinline__ void red_add(float* p, const float (&x)[kFloats]) {
+FLASH_DEVICE void red_add(float* p, const float (&x)[kFloats]) {
     static_assert(kFloats == 2 || kFloats == 4);
 #if __CUDA_ARCH__ >= 900
     if constexpr (kFloats == 4) {
@@ -29,7 +31,7 @@ __device__ __forceinline__ void red_add(float* p, const float (&x)[kFloats]) {
 
 // Two adjacent elements (aligned to both of them) in one load.
 template <class Element>
-__device__ __forceinline__ void load_pair(Element (&pair)[2], const Element* p) {
+FLASH_DEVICE void load_pair(Element (&pair)[2], const Element* p) {
     if constexpr (sizeof(Element) == 4) {
         *reinterpret_cast<uint2*>(pair) = *reinterpret_cast<const uint2*>(p);
     } else if constexpr (sizeof(Element) == 2) {
@@ -39,7 +41,7 @@ __device__ __forceinline__ void load_pair(Element (&pair)[2], const Element* p) 
     }
 }
 
-__device__ __forceinline__ int load_acquire(const int* p) {
+FLASH_DEVICE int load_acquire(const int* p) {
     int value;
     asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
     return value;
@@ -47,14 +49,13 @@ __device__ __forceinline__ int load_acquire(const int* p) {
 
 // Waits until *p, to which other CTAs add with red_add_release, has reached `count`. What they
 // wrote before is then visible. Sleeps this long between polls.
-__device__ __forceinline__ void wait_for_count(const int* p, int count, int nanoseconds) {
+FLASH_DEVICE void wait_for_count(const int* p, int count, int nanoseconds) {
     while (load_acquire(p) < count) __nanosleep(nanoseconds);
 }
 
 // Adds, and returns the old value. What this thread has seen before is visible to whoever finds the
 // new one, and what others added with it.
-__device__ __forceinline__ unsigned long long atom_add_acq_rel(unsigned long long* p,
-                                                               unsigned long long value) {
+FLASH_DEVICE unsigned long long atom_add_acq_rel(unsigned long long* p, unsigned long long value) {
     unsigned long long before;
     asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;"
                  : "=l"(before)
@@ -63,7 +64,7 @@ __device__ __forceinline__ unsigned long long atom_add_acq_rel(unsigned long lon
     return before;
 }
 
-__device__ __forceinline__ void red_add_release(int* p, int value) {
+FLASH_DEVICE void red_add_release(int* p, int value) {
     asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
 }
 

@@ -3,20 +3,22 @@
 
 #include <cstdint>
 
+#include "ptx/device.h"
+
 namespace flash_ext::ptx {
 
 // Returns x. What depends on it is computed where it is used: otherwise the compiler moves it out
 // of the loop and keeps the results in registers that the matmuls need. An unsigned x stays
 // unsigned: signed quotients and remainders cost several instructions more.
 template <class Integer>
-__device__ __forceinline__ Integer not_hoisted(Integer x) {
+FLASH_DEVICE Integer not_hoisted(Integer x) {
     static_assert(sizeof(x) == 4);
     asm volatile("" : "+r"(x));
     return x;
 }
 
 // This thread's lane, read again from its special register.
-__device__ __forceinline__ uint32_t lane_not_hoisted() {
+FLASH_DEVICE uint32_t lane_not_hoisted() {
     uint32_t lane;
     asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
     return lane;

@@ -6,12 +6,14 @@
 
 #include <cstdint>
 
+#include "ptx/device.h"
+
 namespace flash_ext::ptx {
 
 // A box of the tensor at coordinates (x, y, z, w), innermost first, to shared memory; the barrier
 // counts its bytes.
-__device__ __forceinline__ void tma_load_4d(uint32_t shared, const CUtensorMap& map,
-                                            uint32_t barrier, int x, int y, int z, int w) {
+FLASH_DEVICE void tma_load_4d(uint32_t shared, const CUtensorMap& map, uint32_t barrier, int x,
+                              int y, int z, int w) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
         " [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(shared),
@@ -20,8 +22,7 @@ __device__ __forceinline__ void tma_load_4d(uint32_t shared, const CUtensorMap& 
 }
 
 // Consecutive bytes, a multiple of 16 at addresses that are multiples of 16, to shared memory.
-__device__ __forceinline__ void bulk_load(uint32_t shared, const void* global, int bytes,
-                                          uint32_t barrier) {
+FLASH_DEVICE void bulk_load(uint32_t shared, const void* global, int bytes, uint32_t barrier) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
             "r"(shared),
@@ -30,17 +31,17 @@ __device__ __forceinline__ void bulk_load(uint32_t shared, const void* global, i
 }
 
 // Orders this thread's ordinary accesses with those of TMA and wgmma: to shared memory,
-__device__ __forceinline__ void fence_proxy_async() {
+FLASH_DEVICE void fence_proxy_async() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 // ... and to global memory.
-__device__ __forceinline__ void fence_proxy_async_global() {
+FLASH_DEVICE void fence_proxy_async_global() {
     asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
 // Consecutive floats from shared to global memory. Commits this thread's bulk operations as a
 // group.
-__device__ __forceinline__ void bulk_store(float* global, uint32_t shared, int bytes) {
+FLASH_DEVICE void bulk_store(float* global, uint32_t shared, int bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
                  "r"(shared), "r"(bytes)
                  : "memory");
@@ -48,7 +49,7 @@ __device__ __forceinline__ void bulk_store(float* global, uint32_t shared, int b
 }
 
 // Adds them to what is there.
-__device__ __forceinline__ void bulk_add(float* global, uint32_t shared, int bytes) {
+FLASH_DEVICE void bulk_add(float* global, uint32_t shared, int bytes) {
     asm volatile(
         "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global),
         "r"(shared), "r"(bytes)
@@ -57,24 +58,21 @@ __device__ __forceinline__ void bulk_add(float* global, uint32_t shared, int byt
 }
 
 // Waits until this thread's groups have read shared memory, ...
-__device__ __forceinline__ void bulk_wait_read() {
+FLASH_DEVICE void bulk_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 // ... and until they are done.
-__device__ __forceinline__ void bulk_wait() {
-    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-}
+FLASH_DEVICE void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // A tile to L2 only.
-__device__ __forceinline__ void tma_prefetch_4d(const CUtensorMap& map, int x, int y, int z,
-                                                int w) {
+FLASH_DEVICE void tma_prefetch_4d(const CUtensorMap& map, int x, int y, int z, int w) {
     asm volatile(
         "cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(&map),
         "r"(x), "r"(y), "r"(z), "r"(w)
         : "memory");
 }
 
-__device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap& map) {
+FLASH_DEVICE void prefetch_tensor_map(const CUtensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 

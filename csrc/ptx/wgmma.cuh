@@ -10,43 +10,36 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "ptx/device.h"
 #include "ptx/float8.cuh"
 
 namespace flash_ext::ptx {
 
 // A warpgroup returns registers to its CTA, or takes more.
 template <int kRegisters>
-__device__ __forceinline__ void setmaxnreg_dec() {
+FLASH_DEVICE void setmaxnreg_dec() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 template <int kRegisters>
-__device__ __forceinline__ void setmaxnreg_inc() {
+FLASH_DEVICE void setmaxnreg_inc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
 // Before the first wgmma that reads registers written by this thread.
-__device__ __forceinline__ void wgmma_fence() {
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-}
+FLASH_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 // Commits the wgmmas issued so far as a group.
-__device__ __forceinline__ void wgmma_commit() {
-    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-}
+FLASH_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
 // Waits until at most kPending of the latest groups are unfinished.
 template <int kPending>
-__device__ __forceinline__ void wgmma_wait() {
+FLASH_DEVICE void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
 // Tells the compiler that a wgmma has written this register. Comes after the wait for it.
-__device__ __forceinline__ void warpgroup_fence_operand(float& x) {
-    asm volatile("" : "+f"(x)::"memory");
-}
-__device__ __forceinline__ void warpgroup_fence_operand(int& x) {
-    asm volatile("" : "+r"(x)::"memory");
-}
+FLASH_DEVICE void warpgroup_fence_operand(float& x) { asm volatile("" : "+f"(x)::"memory"); }
+FLASH_DEVICE void warpgroup_fence_operand(int& x) { asm volatile("" : "+r"(x)::"memory"); }
 
 // One wgmma of width kN; `accumulate` = 0 overwrites D. kTransposeB: B is stored [k][n].
 // mma_mn_major: so is A, [k][m]. Number: the type of D's registers. That of int8 is int; of FP8 it
@@ -69,7 +62,7 @@ using RegistersOfA = uint32_t[4];
 // One function. D: its N / 2 registers as text and as operands; O0, O1 and O2 are the numbers of the
 // operands `accumulate`, b and kTransposeB, those of A follow.
 #define FLASH_MMA(NAME, NUMBER, N, TYPES, D_TEXT, A_TEXT, MODIFIERS, O0, O1, D_OPERANDS, A, A_OPERANDS) \
-    static __device__ __forceinline__ void NAME(NUMBER (&d)[N / 2], A a, uint64_t b, int accumulate) {  \
+    static FLASH_DEVICE void NAME(NUMBER (&d)[N / 2], A a, uint64_t b, int accumulate) {  \
         asm volatile("{ .reg .pred p; setp.ne.b32 p, %" O0 ", 0; "                                      \
                      "wgmma.mma_async.sync.aligned.m64n" #N TYPES                                       \
                      " {" D_TEXT "}, " A_TEXT ", %" O1 ", p" MODIFIERS "; }"                            \

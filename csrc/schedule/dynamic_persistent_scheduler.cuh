@@ -9,13 +9,13 @@ struct DynamicPersistentScheduler {
     EpochCounter fetched;  // word null: there are no more tiles than CTAs, so nothing to fetch
 
     // By one thread of each CTA, before its first fetch.
-    __device__ __forceinline__ void start() const {
+    FLASH_DEVICE void start() const {
         if (fetched.word != nullptr) fetched.start();
     }
 
     // The next tile. Tiles below gridDim.x are the CTAs' first ones and need no fetch. Every CTA
     // fetches until it gets a tile >= total, so at least once: that makes `total` fetches.
-    __device__ __forceinline__ int fetch(int total) const {
+    FLASH_DEVICE int fetch(int total) const {
         if (fetched.word == nullptr) return total;
         return fetched.next(total) + static_cast<int>(gridDim.x);
     }

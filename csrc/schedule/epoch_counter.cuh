@@ -17,7 +17,7 @@ struct EpochCounter {
     unsigned long long epoch;  // the lower kCountBits are 0
 
     // Before the first next(), by one thread of each CTA that counts.
-    __device__ __forceinline__ void start() const {
+    FLASH_DEVICE void start() const {
         unsigned long long found = *static_cast<volatile unsigned long long*>(word);
         while (found >> kCountBits != epoch >> kCountBits) {
             const unsigned long long before = atomicCAS(word, found, epoch);
@@ -30,7 +30,7 @@ struct EpochCounter {
     // has started, the count is 0 again, for the replays of a CUDA graph. total < kMaxCount.
     // kOrdered: what was written before any earlier call is then visible.
     template <bool kOrdered = false>
-    __device__ __forceinline__ int next(int total) const {
+    FLASH_DEVICE int next(int total) const {
         const auto before = kOrdered ? ptx::atom_add_acq_rel(word, 1) : atomicAdd(word, 1ull);
         const auto count = static_cast<int>(before & (kMaxCount - 1));
         if (count == total - 1) atomicExch(word, epoch);

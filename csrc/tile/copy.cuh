@@ -12,21 +12,20 @@
 namespace flash_ext {
 
 // The CTA's dynamic shared memory, aligned for swizzled tiles.
-__device__ __forceinline__ char* dynamic_shared() {
+FLASH_DEVICE char* dynamic_shared() {
     extern __shared__ __align__(1024) char storage[];
     return storage;
 }
 
 // The same, as the kernel's struct.
 template <class Storage>
-__device__ __forceinline__ Storage& shared_storage() {
+FLASH_DEVICE Storage& shared_storage() {
     return *reinterpret_cast<Storage*>(dynamic_shared());
 }
 
 // A row of a (batch, row, head) tensor.
 template <class Element>
-__device__ __forceinline__ Element* row_pointer(const TensorView& view, int batch, int64_t row,
-                                                int head) {
+FLASH_DEVICE Element* row_pointer(const TensorView& view, int batch, int64_t row, int head) {
     return static_cast<Element*>(view.data) + batch * view.batch_stride + row * view.row_stride +
            head * view.head_stride;
 }
@@ -41,14 +40,13 @@ struct GlobalTile {
 };
 
 template <class Element>
-__device__ __forceinline__ GlobalTile<Element> global_tile(const TensorView& view, int batch,
-                                                           int64_t row, int head, int rows,
-                                                           int cols) {
+FLASH_DEVICE GlobalTile<Element> global_tile(const TensorView& view, int batch, int64_t row,
+                                             int head, int rows, int cols) {
     return {row_pointer<Element>(view, batch, row, head), view.row_stride, rows, cols};
 }
 
 // Eight elements of 16 bits from any address. Those from `valid` on are not read, and are 0.
-__device__ __forceinline__ uint4 load_8(const void* source, int valid = 8) {
+FLASH_DEVICE uint4 load_8(const void* source, int valid = 8) {
     const auto* x = static_cast<const uint16_t*>(source);
     const auto at = [&](int i) { return i < valid ? uint32_t{x[i]} : 0; };
     const auto pair = [&](int i) { return at(i) | at(i + 1) << 16; };
@@ -66,12 +64,12 @@ struct ChunkWalk {
     int row;
     int chunk;
 
-    __device__ __forceinline__ explicit ChunkWalk(int thread)
+    FLASH_DEVICE explicit ChunkWalk(int thread)
         : row(thread / Tile::kChunksPerRow), chunk(thread % Tile::kChunksPerRow) {}
 
     // visit(row, column, byte offset in the shared tile)
     template <class Visit>
-    __device__ __forceinline__ void for_each(Visit visit) const {
+    FLASH_DEVICE void for_each(Visit visit) const {
 #pragma unroll
         for (int pass = 0; pass < kPasses; ++pass) {
             if (kRagged && pass == kPasses - 1 && row + pass * kRowsPerPass >= kRows) continue;
@@ -87,8 +85,7 @@ struct ChunkWalk {
 // for any cp.async. `aligned` counts only with kMayBeUnaligned; elements of unaligned rows are
 // copied one by one.
 template <class Tile, int kThreads, bool kMayBeUnaligned, class Element>
-__device__ __forceinline__ void load_tile(uint32_t shared, const GlobalTile<const Element>& tile,
-                                          bool aligned) {
+FLASH_DEVICE void load_tile(uint32_t shared, const GlobalTile<const Element>& tile, bool aligned) {
     const ChunkWalk<Tile, kThreads> walk(threadIdx.x % kThreads);
     if (!kMayBeUnaligned || aligned) {
         walk.for_each([&](int row, int col, int offset) {
@@ -118,15 +115,15 @@ struct TileCursor {
 
     const Element* source;
 
-    __device__ __forceinline__ void start(const GlobalTile<const Element>& tile) {
+    FLASH_DEVICE void start(const GlobalTile<const Element>& tile) {
         source = tile.data + thread_offset(tile.row_stride);
     }
 
     // kAllRows: the tile ends within the sequence. Otherwise it has `rows` valid ones. The next
     // tile is `step` elements from this one.
     template <bool kAllRows>
-    __device__ __forceinline__ void load(uint32_t shared, int64_t row_stride, int rows, int cols,
-                                         bool aligned, int64_t step) {
+    FLASH_DEVICE void load(uint32_t shared, int64_t row_stride, int rows, int cols, bool aligned,
+                           int64_t step) {
         if constexpr (kMayBeUnaligned) {
             const GlobalTile<const Element> tile{source - thread_offset(row_stride), row_stride,
                                                  kAllRows ? Tile::kRows : rows, cols};
@@ -146,7 +143,7 @@ struct TileCursor {
     }
 
  private:
-    static __device__ __forceinline__ int64_t thread_offset(int64_t row_stride) {
+    static FLASH_DEVICE int64_t thread_offset(int64_t row_stride) {
         const Walk walk(threadIdx.x % kThreads);
         return walk.row * row_stride + walk.chunk * Tile::kChunk;
     }
@@ -155,8 +152,8 @@ struct TileCursor {
 // Registers to shared, rounded to Element. Row 0 of the registers goes to `first_row`; 16-column
 // block n of the registers goes to block first_col_block + n * kColStep of the tile.
 template <class Element, class Tile, int kColStep = 1, class Accumulator>
-__device__ __forceinline__ void store_to_shared(uint32_t shared, const Accumulator& acc,
-                                                int first_row, int first_col_block = 0) {
+FLASH_DEVICE void store_to_shared(uint32_t shared, const Accumulator& acc, int first_row,
+                                  int first_col_block = 0) {
     const uint32_t within_chunk = 2 * lane_col();
     acc.for_each_pair([&](float x, float y, int row, int col) {
         const int chunk = 2 * (first_col_block + col / 16 * kColStep) + col / 8 % 2;
@@ -168,8 +165,8 @@ __device__ __forceinline__ void store_to_shared(uint32_t shared, const Accumulat
 // Shared to global by kThreads threads, kRows rows from `first_row` (a multiple of 8, the swizzle's
 // period) of the shared tile on; row 0 of `tile` is that first row.
 template <class Tile, int kThreads, int kRows, bool kMayBeUnaligned, class Element>
-__device__ __forceinline__ void store_tile(const GlobalTile<Element>& tile, uint32_t shared,
-                                           int first_row, bool aligned) {
+FLASH_DEVICE void store_tile(const GlobalTile<Element>& tile, uint32_t shared, int first_row,
+                             bool aligned) {
     const int thread = threadIdx.x % kThreads;
     if (!kMayBeUnaligned || aligned) {
         const ChunkWalk<Tile, kThreads, kRows> walk(thread);
@@ -199,8 +196,7 @@ __device__ __forceinline__ void store_tile(const GlobalTile<Element>& tile, uint
 // stores: neighboring lanes exchange pairs of columns, after which each has four adjacent columns,
 // and the four lanes that hold a row fill a sector of 32 bytes.
 template <class Element, class Accumulator>
-__device__ __forceinline__ void store_rows(const GlobalTile<Element>& tile,
-                                           const Accumulator& acc) {
+FLASH_DEVICE void store_rows(const GlobalTile<Element>& tile, const Accumulator& acc) {
     const int lane = lane_id() % 4;
     const bool odd = lane % 2;
     const int first_col = 8 * odd + 4 * (lane / 2);
@@ -224,7 +220,7 @@ __device__ __forceinline__ void store_rows(const GlobalTile<Element>& tile,
 
 // The same in float32.
 template <class Accumulator>
-__device__ __forceinline__ void store_rows(const GlobalTile<float>& tile, const Accumulator& acc) {
+FLASH_DEVICE void store_rows(const GlobalTile<float>& tile, const Accumulator& acc) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const int row = lane_row() + 8 * i;
@@ -239,8 +235,7 @@ __device__ __forceinline__ void store_rows(const GlobalTile<float>& tile, const 
 // All of a warp's rows in float32, all columns: to row index_of(row) of `target`, unless that is
 // negative.
 template <class Accumulator, class IndexOf>
-__device__ __forceinline__ void store_rows(float* target, const Accumulator& acc,
-                                           IndexOf index_of) {
+FLASH_DEVICE void store_rows(float* target, const Accumulator& acc, IndexOf index_of) {
 #pragma unroll
     for (int m = 0; m < Accumulator::kM; ++m)
 #pragma unroll

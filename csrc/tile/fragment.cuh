@@ -23,8 +23,7 @@ template <class Tile, Order kOrder, bool kTranspose, int kColStep = 1>
 struct SharedBlocks {
     uint32_t lane_address;
 
-    __device__ __forceinline__ SharedBlocks(uint32_t tile_address, int first_row = 0,
-                                            int first_col_block = 0) {
+    FLASH_DEVICE SharedBlocks(uint32_t tile_address, int first_row = 0, int first_col_block = 0) {
         static_assert(Tile::kBlocksPerAtom % kColStep == 0);
         const int lane = lane_id();
         const bool rows_first = kOrder == Order::kRowsFirst;
@@ -35,8 +34,7 @@ struct SharedBlocks {
             ptx::not_hoisted(tile_address + Tile::offset(row, 2 * first_col_block + half));
     }
 
-    __device__ __forceinline__ void load(uint32_t (&fragment)[4], int row_block,
-                                         int col_block) const {
+    FLASH_DEVICE void load(uint32_t (&fragment)[4], int row_block, int col_block) const {
         const int block = col_block * kColStep;
         const int within_atom = block % Tile::kBlocksPerAtom;
         const int atom = block / Tile::kBlocksPerAtom;
@@ -44,12 +42,10 @@ struct SharedBlocks {
                                                    atom * Tile::kAtomBytes +
                                                    row_block * 16 * Tile::kPitch);
     }
-    __device__ __forceinline__ void load_a(uint32_t (&a)[4], int m, int k) const {
+    FLASH_DEVICE void load_a(uint32_t (&a)[4], int m, int k) const {
         kTranspose ? load(a, k, m) : load(a, m, k);
     }
-    __device__ __forceinline__ void load_b(uint32_t (&b)[4], int n, int k) const {
-        load_a(b, n, k);
-    }
+    FLASH_DEVICE void load_b(uint32_t (&b)[4], int n, int k) const { load_a(b, n, k); }
 };
 
 // The operands of C(m x n) += A(m x k) B(k x n), named after how the tile is stored.
@@ -66,7 +62,7 @@ using BFromColumns = SharedBlocks<Tile, Order::kRowsFirst, true, kColStep>;
 template <class B, int kSkipped>
 struct BSkipping {
     const B& b;
-    __device__ __forceinline__ void load_b(uint32_t (&fragment)[4], int n, int k) const {
+    FLASH_DEVICE void load_b(uint32_t (&fragment)[4], int n, int k) const {
         b.load_b(fragment, kSkipped + n, k);
     }
 };
@@ -75,7 +71,7 @@ struct BSkipping {
 template <class Element, class Accumulator>
 struct AFromRegisters {
     const Accumulator& acc;
-    __device__ __forceinline__ void load_a(uint32_t (&a)[4], int m, int k) const {
+    FLASH_DEVICE void load_a(uint32_t (&a)[4], int m, int k) const {
 #pragma unroll
         for (int i = 0; i < 4; ++i) a[i] = acc.template pack<Element>(m, 2 * k + i / 2, i % 2);
     }
@@ -90,15 +86,15 @@ struct ACached {
     Source source;
     uint32_t fragments[kRows / 16][kCached == 0 ? 1 : kCached][4];
 
-    __device__ __forceinline__ explicit ACached(const Source& a) : source(a) {}
+    FLASH_DEVICE explicit ACached(const Source& a) : source(a) {}
 
-    __device__ __forceinline__ void fetch() {
+    FLASH_DEVICE void fetch() {
 #pragma unroll
         for (int m = 0; m < kRows / 16; ++m)
 #pragma unroll
             for (int k = 0; k < kCached; ++k) source.load_a(fragments[m][k], m, k);
     }
-    __device__ __forceinline__ void load_a(uint32_t (&a)[4], int m, int k) const {
+    FLASH_DEVICE void load_a(uint32_t (&a)[4], int m, int k) const {
         if (k < kCached) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) a[i] = fragments[m][k][i];

@@ -9,7 +9,7 @@ namespace flash_ext {
 // Each B fragment serves all of the warp's rows: with two 16-row blocks per warp, shared memory
 // delivers half as many bytes per multiplication.
 template <class Element, int kK, class Accumulator, class A, class B>
-__device__ __forceinline__ void gemm(Accumulator& c, const A& a, const B& b) {
+FLASH_DEVICE void gemm(Accumulator& c, const A& a, const B& b) {
 #pragma unroll
     for (int k = 0; k < kK / 16; ++k) {
         uint32_t a_fragment[Accumulator::kM][4];

@@ -1,12 +1,7 @@
-// Lets layout, mask and scheduler code compile under nvcc for the kernels and under a plain C++
-// compiler for the host tests in tests/native.
+// Arithmetic of layouts, masks and schedules, for kernels and for the host.
 #pragma once
 
-#ifdef __CUDACC__
-#define FLASH_HOST_DEVICE __host__ __device__ __forceinline__
-#else
-#define FLASH_HOST_DEVICE inline
-#endif
+#include "ptx/device.h"
 
 namespace flash_ext {
 

@@ -16,7 +16,7 @@ struct PipelineState {
     uint32_t stage = 0;
     uint32_t phase = 0;  // parity of the number of earlier passes through the pipeline
 
-    __device__ __forceinline__ void advance() {
+    FLASH_DEVICE void advance() {
         if (++stage == kStages) {
             stage = 0;
             phase ^= 1;
@@ -41,12 +41,12 @@ struct Pipeline {
     uint32_t stages;
     uint32_t barriers;
 
-    __device__ __forceinline__ Pipeline(const Stages& stages_, const Barriers& barriers_)
+    FLASH_DEVICE Pipeline(const Stages& stages_, const Barriers& barriers_)
         : stages(ptx::shared_address(&stages_)), barriers(ptx::shared_address(&barriers_)) {}
 
     // By one thread, before any other uses the pipeline. The numbers of threads that release a
     // stage and that commit one.
-    __device__ __forceinline__ void init(int consumers, int producers = 1) const {
+    FLASH_DEVICE void init(int consumers, int producers = 1) const {
 #pragma unroll
         for (int i = 0; i < kStages; ++i) {
             ptx::mbarrier_init(barriers + 16 * i, producers);
@@ -54,38 +54,30 @@ struct Pipeline {
         }
     }
 
-    __device__ __forceinline__ uint32_t stage(const State& s) const {
-        return stages + s.stage * kStageBytes;
-    }
-    __device__ __forceinline__ uint32_t full(const State& s) const {
-        return barriers + 16 * s.stage;
-    }
-    __device__ __forceinline__ uint32_t empty(const State& s) const { return full(s) + 8; }
+    FLASH_DEVICE uint32_t stage(const State& s) const { return stages + s.stage * kStageBytes; }
+    FLASH_DEVICE uint32_t full(const State& s) const { return barriers + 16 * s.stage; }
+    FLASH_DEVICE uint32_t empty(const State& s) const { return full(s) + 8; }
 
     // A producer waits until all consumers have released the stage ...
-    __device__ __forceinline__ void producer_acquire(const State& s) const {
+    FLASH_DEVICE void producer_acquire(const State& s) const {
         ptx::mbarrier_wait(empty(s), s.phase ^ 1);
     }
     // ... and commits it: either it has filled it, or TMA will bring this number of bytes.
-    __device__ __forceinline__ void producer_commit(const State& s) const {
-        ptx::mbarrier_arrive(full(s));
-    }
-    __device__ __forceinline__ void producer_expect(const State& s, int bytes) const {
+    FLASH_DEVICE void producer_commit(const State& s) const { ptx::mbarrier_arrive(full(s)); }
+    FLASH_DEVICE void producer_expect(const State& s, int bytes) const {
         ptx::mbarrier_arrive_expect(full(s), bytes);
     }
 
     // A consumer waits until the stage is full, unless an earlier test has shown that it is, ...
-    __device__ __forceinline__ bool consumer_test(const State& s) const {
+    FLASH_DEVICE bool consumer_test(const State& s) const {
         return ptx::mbarrier_test(full(s), s.phase);
     }
-    __device__ __forceinline__ void consumer_wait(const State& s, bool is_full = false) const {
+    FLASH_DEVICE void consumer_wait(const State& s, bool is_full = false) const {
         if (!is_full) ptx::mbarrier_wait(full(s), s.phase);
     }
     // ... and releases it after reading.
-    __device__ __forceinline__ void consumer_release(const State& s) const {
-        ptx::mbarrier_arrive(empty(s));
-    }
-    __device__ __forceinline__ void consumer_release_if(bool active, const State& s) const {
+    FLASH_DEVICE void consumer_release(const State& s) const { ptx::mbarrier_arrive(empty(s)); }
+    FLASH_DEVICE void consumer_release_if(bool active, const State& s) const {
         ptx::mbarrier_arrive_if(active, empty(s));
     }
 };
@@ -101,7 +93,7 @@ struct CpAsyncPipeline {
 
     uint32_t stages;  // the address of a Storage
 
-    __device__ __forceinline__ void init() const {
+    FLASH_DEVICE void init() const {
 #pragma unroll
         for (int i = 0; i < kStages; ++i) {
             ptx::mbarrier_init(full(i), kThreads);
@@ -109,31 +101,27 @@ struct CpAsyncPipeline {
         }
     }
 
-    __device__ __forceinline__ uint32_t stage(uint32_t i) const {
-        return stages + i % kStages * kStageBytes;
-    }
-    __device__ __forceinline__ uint32_t full(uint32_t i) const {
+    FLASH_DEVICE uint32_t stage(uint32_t i) const { return stages + i % kStages * kStageBytes; }
+    FLASH_DEVICE uint32_t full(uint32_t i) const {
         return stages + kStages * kStageBytes + i % kStages * 16;
     }
-    __device__ __forceinline__ uint32_t empty(uint32_t i) const { return full(i) + 8; }
+    FLASH_DEVICE uint32_t empty(uint32_t i) const { return full(i) + 8; }
 
-    __device__ __forceinline__ void producer_acquire(uint32_t i) const {
+    FLASH_DEVICE void producer_acquire(uint32_t i) const {
         ptx::mbarrier_wait(empty(i), i / kStages % 2 ^ 1);
     }
     // After cp.async copies (asynchronous), or after plain stores.
-    __device__ __forceinline__ void producer_commit(uint32_t i, bool asynchronous) const {
+    FLASH_DEVICE void producer_commit(uint32_t i, bool asynchronous) const {
         if (asynchronous) {
             ptx::mbarrier_arrive_after_cp_async(full(i));
         } else {
             ptx::mbarrier_arrive(full(i));
         }
     }
-    __device__ __forceinline__ void consumer_wait(uint32_t i) const {
+    FLASH_DEVICE void consumer_wait(uint32_t i) const {
         ptx::mbarrier_wait(full(i), i / kStages % 2);
     }
-    __device__ __forceinline__ void consumer_release(uint32_t i) const {
-        ptx::mbarrier_arrive(empty(i));
-    }
+    FLASH_DEVICE void consumer_release(uint32_t i) const { ptx::mbarrier_arrive(empty(i)); }
 };
 
 }  // namespace flash_ext

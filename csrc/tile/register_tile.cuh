@@ -11,24 +11,24 @@
 
 namespace flash_ext {
 
-__device__ __forceinline__ int lane_id() { return threadIdx.x % 32; }
-__device__ __forceinline__ int warp_id() { return threadIdx.x / 32; }
-__device__ __forceinline__ int lane_row() { return lane_id() / 4; }
-__device__ __forceinline__ int lane_col() { return 2 * (lane_id() % 4); }
+FLASH_DEVICE int lane_id() { return threadIdx.x % 32; }
+FLASH_DEVICE int warp_id() { return threadIdx.x / 32; }
+FLASH_DEVICE int lane_row() { return lane_id() / 4; }
+FLASH_DEVICE int lane_col() { return 2 * (lane_id() % 4); }
 
 // Reductions over the four lanes that share a row.
-__device__ __forceinline__ float quad_max(float x) {
+FLASH_DEVICE float quad_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
     return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
 }
-__device__ __forceinline__ float quad_sum(float x) {
+FLASH_DEVICE float quad_sum(float x) {
     x += __shfl_xor_sync(0xffffffff, x, 1);
     return x + __shfl_xor_sync(0xffffffff, x, 2);
 }
 
 // A lane's rows of a tile of kRows rows: visit(m, i, row).
 template <int kRows, class Visit>
-__device__ __forceinline__ void for_each_row(Visit visit) {
+FLASH_DEVICE void for_each_row(Visit visit) {
 #pragma unroll
     for (int m = 0; m < kRows / 16; ++m)
 #pragma unroll
@@ -47,7 +47,7 @@ struct RegisterTile {
 
     // x = f(x, others...) for all elements, with the elements of other tiles in the same place.
     template <class Function, class... Others>
-    __device__ __forceinline__ void map(Function f, const Others&... others) {
+    FLASH_DEVICE void map(Function f, const Others&... others) {
 #pragma unroll
         for (int m = 0; m < kM; ++m)
 #pragma unroll
@@ -58,7 +58,7 @@ struct RegisterTile {
 
     // visit(x, row, col) for all elements, where row and col count from lane_row() and lane_col().
     template <class Visit>
-    __device__ __forceinline__ void for_each(Visit visit) {
+    FLASH_DEVICE void for_each(Visit visit) {
 #pragma unroll
         for (int m = 0; m < kM; ++m)
 #pragma unroll
@@ -68,7 +68,7 @@ struct RegisterTile {
     }
     // visit(x, y, row, col) for all pairs of adjacent elements of a lane, ...
     template <class Visit>
-    __device__ __forceinline__ void for_each_pair(Visit visit) const {
+    FLASH_DEVICE void for_each_pair(Visit visit) const {
 #pragma unroll
         for (int m = 0; m < kM; ++m)
 #pragma unroll
@@ -79,20 +79,20 @@ struct RegisterTile {
     }
     // ... and visit(x, y, col) for those of one row.
     template <class Visit>
-    __device__ __forceinline__ void for_each_pair_of_row(int m, int i, Visit visit) const {
+    FLASH_DEVICE void for_each_pair_of_row(int m, int i, Visit visit) const {
 #pragma unroll
         for (int n = 0; n < kN; ++n) visit(v[m][n][2 * i], v[m][n][2 * i + 1], 8 * n);
     }
 
-    __device__ __forceinline__ void clear() {
+    FLASH_DEVICE void clear() {
         map([](Number) { return Number{0}; });
     }
-    __device__ __forceinline__ void scale(float factor) {
+    FLASH_DEVICE void scale(float factor) {
         map([&](float x) { return x * factor; });
     }
 
     // The maximum of a row, in each of the lanes that share it.
-    __device__ __forceinline__ float row_max(int m, int i) const {
+    FLASH_DEVICE float row_max(int m, int i) const {
         float max = fmaxf(v[m][0][2 * i], v[m][0][2 * i + 1]);
 #pragma unroll
         for (int n = 1; n < kN; ++n) max = fmaxf(max, fmaxf(v[m][n][2 * i], v[m][n][2 * i + 1]));
@@ -101,7 +101,7 @@ struct RegisterTile {
 
     // x = f(x) for the elements of a row.
     template <class Function>
-    __device__ __forceinline__ void map_row(int m, int i, Function f) {
+    FLASH_DEVICE void map_row(int m, int i, Function f) {
 #pragma unroll
         for (int n = 0; n < kN; ++n)
 #pragma unroll
@@ -110,18 +110,18 @@ struct RegisterTile {
 
     // Two adjacent elements of a row, rounded.
     template <class Element>
-    __device__ __forceinline__ uint32_t pack(int m, int n, int i) const {
+    FLASH_DEVICE uint32_t pack(int m, int n, int i) const {
         return ptx::pack<Element>(v[m][n][2 * i], v[m][n][2 * i + 1]);
     }
 
     // The kPiece columns from `first` on, of a tile of 16 rows.
     template <int kPiece>
-    __device__ __forceinline__ RegisterTile<16, kPiece, Number>& columns(int first) {
+    FLASH_DEVICE RegisterTile<16, kPiece, Number>& columns(int first) {
         static_assert(kM == 1);
         return reinterpret_cast<RegisterTile<16, kPiece, Number>&>(v[0][first / 8]);
     }
     template <int kPiece>
-    __device__ __forceinline__ const RegisterTile<16, kPiece, Number>& columns(int first) const {
+    FLASH_DEVICE const RegisterTile<16, kPiece, Number>& columns(int first) const {
         static_assert(kM == 1);
         return reinterpret_cast<const RegisterTile<16, kPiece, Number>&>(v[0][first / 8]);
     }

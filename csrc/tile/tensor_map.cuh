@@ -89,7 +89,7 @@ struct TensorRows {
 
     // Prefetches a box of each swizzle atom to L2.
     template <class Tile>
-    __device__ __forceinline__ void prefetch(const CUtensorMap& map, int row) const {
+    FLASH_DEVICE void prefetch(const CUtensorMap& map, int row) const {
 #pragma unroll
         for (int atom = 0; atom < Tile::kAtoms; ++atom)
             ptx::tma_prefetch_4d(map, atom * Tile::kAtomCols, first + row, offset, kRowBound);
@@ -97,8 +97,8 @@ struct TensorRows {
 
     // Loads a box of each swizzle atom; `barrier` counts the bytes.
     template <class Tile>
-    __device__ __forceinline__ void load_boxes(const CUtensorMap& map, uint32_t shared,
-                                               uint32_t barrier, int row) const {
+    FLASH_DEVICE void load_boxes(const CUtensorMap& map, uint32_t shared, uint32_t barrier,
+                                 int row) const {
 #pragma unroll
         for (int atom = 0; atom < Tile::kAtoms; ++atom)
             ptx::tma_load_4d(shared + atom * Tile::kAtomBytes, map, barrier, atom * Tile::kAtomCols,
@@ -107,8 +107,8 @@ struct TensorRows {
 
     // Loads a whole tile; `barrier` counts Tile::kBytes.
     template <class Tile, int kBoxRows = Tile::kRows>
-    __device__ __forceinline__ void load(const CUtensorMap& map, uint32_t shared, uint32_t barrier,
-                                         int row) const {
+    FLASH_DEVICE void load(const CUtensorMap& map, uint32_t shared, uint32_t barrier,
+                           int row) const {
         static_assert(Tile::kRows % kBoxRows == 0);
 #pragma unroll
         for (int i = 0; i < Tile::kRows; i += kBoxRows)
@@ -119,8 +119,8 @@ struct TensorRows {
 // All loads get the location of rows from this function. A sequence begins at row `begin` of the
 // tensor and has `rows` rows.
 template <class Element>
-__device__ __forceinline__ TensorRows tensor_rows(const TensorView& view, int batch, int head,
-                                                  int begin, int rows) {
+FLASH_DEVICE TensorRows tensor_rows(const TensorView& view, int batch, int head, int begin,
+                                    int rows) {
     const int64_t elements = batch * view.batch_stride + head * view.head_stride;
     const int64_t bytes = elements * static_cast<int>(sizeof(Element)) +
                           (int64_t{begin} + rows) * row_bytes<Element>(view);

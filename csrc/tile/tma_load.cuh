@@ -8,10 +8,8 @@ namespace flash_ext {
 
 // A tile that begins at row first_row.
 template <class Tile, int kBoxRows = Tile::kRows, class Pipeline>
-__device__ __forceinline__ void load_tile(const Pipeline& pipeline,
-                                          const typename Pipeline::State& state,
-                                          const CUtensorMap& map, const TensorRows& rows,
-                                          int first_row) {
+FLASH_DEVICE void load_tile(const Pipeline& pipeline, const typename Pipeline::State& state,
+                            const CUtensorMap& map, const TensorRows& rows, int first_row) {
     pipeline.producer_acquire(state);
     pipeline.producer_expect(state, Tile::kBytes);
     rows.load<Tile, kBoxRows>(map, pipeline.stage(state), pipeline.full(state), first_row);
@@ -28,7 +26,7 @@ struct RowStatisticsLoad {
 
     static constexpr int kBytes = kRows * sizeof(Number);
 
-    __device__ __forceinline__ void load(uint32_t full) const {
+    FLASH_DEVICE void load(uint32_t full) const {
         const auto copy = [&](int first, const Number* from, int rows) {
             if (rows > 0)
                 ptx::bulk_load(ptx::shared_address(target) + first * int{sizeof(Number)}, from,
@@ -42,10 +40,9 @@ struct RowStatisticsLoad {
 // A tile with such numbers, which statistics() describes: after the tile has been requested, since
 // producers have few registers.
 template <class Tile, class Pipeline, class Statistics>
-__device__ __forceinline__ void load_tile(const Pipeline& pipeline,
-                                          const typename Pipeline::State& state,
-                                          const CUtensorMap& map, const TensorRows& rows,
-                                          int first_row, Statistics statistics) {
+FLASH_DEVICE void load_tile(const Pipeline& pipeline, const typename Pipeline::State& state,
+                            const CUtensorMap& map, const TensorRows& rows, int first_row,
+                            Statistics statistics) {
     pipeline.producer_acquire(state);
     pipeline.producer_expect(state, Tile::kBytes + decltype(statistics())::kBytes);
     rows.load<Tile>(map, pipeline.stage(state), pipeline.full(state), first_row);

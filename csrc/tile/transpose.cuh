@@ -19,7 +19,7 @@ namespace flash_ext {
 // By all lanes of warp `warp` of kWarps. Source is (keys, columns), Target (columns, keys).
 // kFewRegisters: some 40 are enough, at less speed.
 template <class Source, class Target, int kWarps, bool kFewRegisters>
-__device__ __forceinline__ void transpose_fp8(uint32_t source, uint32_t target, int warp) {
+FLASH_DEVICE void transpose_fp8(uint32_t source, uint32_t target, int warp) {
     static_assert(Source::kRows == Target::kCols && Source::kCols == Target::kRows);
     static_assert(Source::kChunksPerRow % kWarps == 0);
     constexpr int kBlocks = Source::kRows / 32;  // of keys

@@ -26,7 +26,7 @@ namespace flash_ext {
 // vector registers and moved back one by one, beside the matmuls. The reduction takes some 30
 // cycles.
 template <class Tile, bool kPinned>
-__device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address) {
+FLASH_DEVICE uint64_t matrix_descriptor(uint32_t address) {
     constexpr uint64_t kSwizzle = Tile::kPitch == 128 ? 1 : Tile::kPitch == 64 ? 2 : 3;
     constexpr uint64_t kConstant = kSwizzle << 62 | uint64_t{8 * Tile::kPitch / 16} << 32 |
                                    uint64_t{Tile::kAtomBytes / 16} << 16;
@@ -36,7 +36,7 @@ __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address) {
 
 // The descriptor of the operand this many bytes further on. The start address is in the lower half,
 // which does not overflow.
-__device__ __forceinline__ uint64_t moved_descriptor(uint64_t descriptor, uint32_t bytes) {
+FLASH_DEVICE uint64_t moved_descriptor(uint64_t descriptor, uint32_t bytes) {
     const uint32_t lower = static_cast<uint32_t>(descriptor) + bytes / 16;
     return (descriptor >> 32 << 32) | lower;
 }
@@ -48,19 +48,17 @@ struct KMajor {
     static constexpr bool kTranspose = false;
     uint64_t descriptor;
 
-    __device__ __forceinline__ explicit KMajor(uint32_t tile, int first_row = 0)
+    FLASH_DEVICE explicit KMajor(uint32_t tile, int first_row = 0)
         : descriptor(matrix_descriptor<Tile, kPinned>(tile + first_row * Tile::kPitch)) {}
 
     // The operand this many bytes further on.
-    __device__ __forceinline__ void move(uint32_t bytes) {
-        descriptor = moved_descriptor(descriptor, bytes);
-    }
+    FLASH_DEVICE void move(uint32_t bytes) { descriptor = moved_descriptor(descriptor, bytes); }
 
     // The bytes from the operand's first 16 columns to its k-th.
     static constexpr uint32_t step(int k) {
         return k / Tile::kBlocksPerAtom * Tile::kAtomBytes + k % Tile::kBlocksPerAtom * 32;
     }
-    __device__ __forceinline__ uint64_t at(int k) const { return descriptor + step(k) / 16; }
+    FLASH_DEVICE uint64_t at(int k) const { return descriptor + step(k) / 16; }
 };
 
 // ptxas 13.0: a step is an addition to the lower half. In 64 bits it is one, too, but beside an
@@ -68,7 +66,7 @@ struct KMajor {
 template <class Tile>
 struct KMajorBy32Bits : KMajor<Tile> {
     using KMajor<Tile>::KMajor;
-    __device__ __forceinline__ uint64_t at(int k) const {
+    FLASH_DEVICE uint64_t at(int k) const {
         return moved_descriptor(this->descriptor, this->step(k));
     }
 };
@@ -79,17 +77,13 @@ struct MNMajor {
     static constexpr bool kTranspose = true;
     uint64_t descriptor;
 
-    __device__ __forceinline__ explicit MNMajor(uint32_t tile)
+    FLASH_DEVICE explicit MNMajor(uint32_t tile)
         : descriptor(matrix_descriptor<Tile, kPinned>(tile)) {}
 
     // The operand this many bytes further on.
-    __device__ __forceinline__ void move(uint32_t bytes) {
-        descriptor = moved_descriptor(descriptor, bytes);
-    }
+    FLASH_DEVICE void move(uint32_t bytes) { descriptor = moved_descriptor(descriptor, bytes); }
 
-    __device__ __forceinline__ uint64_t at(int k) const {
-        return descriptor + k * 16 * Tile::kPitch / 16;
-    }
+    FLASH_DEVICE uint64_t at(int k) const { return descriptor + k * 16 * Tile::kPitch / 16; }
 };
 
 // An operand of one number per row, as StatisticsRow, without swizzle: 8 rows are a core matrix of
@@ -101,17 +95,17 @@ struct RowNumbers {
     static constexpr int kBytes = kRows * 16;
     uint64_t descriptor;
 
-    __device__ __forceinline__ explicit RowNumbers(uint32_t rows)
+    FLASH_DEVICE explicit RowNumbers(uint32_t rows)
         : descriptor(uint64_t{128 / 16} << 32 |
                      static_cast<uint32_t>(ptx::warp_uniform((rows & 0x3ffff) >> 4))) {}
-    __device__ __forceinline__ uint64_t at(int) const { return descriptor; }
+    FLASH_DEVICE uint64_t at(int) const { return descriptor; }
 };
 
 // A matrix of ones of bfloat16, in registers.
 struct Ones {
     static constexpr bool kTranspose = false;
     uint32_t v[4] = {0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80};
-    __device__ __forceinline__ const uint32_t (&at(int) const)[4] { return v; }
+    FLASH_DEVICE const uint32_t (&at(int) const)[4] { return v; }
 };
 
 // The A operand in registers, rounded to the input type.
@@ -121,26 +115,25 @@ struct RegisterOperand {
     uint32_t v[kCols * kElementBytes / 32][4];
 
     template <class Element>
-    __device__ __forceinline__ void round(const RegisterTile<16, kCols>& source) {
+    FLASH_DEVICE void round(const RegisterTile<16, kCols>& source) {
 #pragma unroll
         for (int k = 0; k < kCols / 16; ++k)
             AFromRegisters<Element, RegisterTile<16, kCols>>{source}.load_a(v[k], 0, k);
     }
     // Eight columns, from col on.
     template <class Element>
-    __device__ __forceinline__ void round_columns(const RegisterTile<16, 8>& source, int col) {
+    FLASH_DEVICE void round_columns(const RegisterTile<16, 8>& source, int col) {
 #pragma unroll
         for (int i = 0; i < 2; ++i)
             v[col / 16][col % 16 / 4 + i] = source.template pack<Element>(0, 0, i);
     }
-    __device__ __forceinline__ const uint32_t (&at(int k) const)[4] { return v[k]; }
+    FLASH_DEVICE const uint32_t (&at(int k) const)[4] { return v[k]; }
 };
 
 // Starts C = A B or C += A B, and commits it as one wgmma group. Until a wait for the group
 // returns, C must not be accessed, nor A modified where it is in registers.
 template <class Element, int kK, class Accumulator, class A, class B>
-__device__ __forceinline__ void gemm_async(Accumulator& c, const A& a, const B& b,
-                                           bool accumulate) {
+FLASH_DEVICE void gemm_async(Accumulator& c, const A& a, const B& b, bool accumulate) {
     using Number = typename Accumulator::Number;
     using Wgmma = ptx::Wgmma<Element, Accumulator::kCols, B::kTranspose, Number>;
     auto& d = reinterpret_cast<Number(&)[Accumulator::kN * 4]>(c.v);
@@ -157,7 +150,7 @@ __device__ __forceinline__ void gemm_async(Accumulator& c, const A& a, const B& 
 
 // After a wait: tells the compiler that C has been written up to this point.
 template <class Accumulator>
-__device__ __forceinline__ void warpgroup_fence(Accumulator& c) {
+FLASH_DEVICE void warpgroup_fence(Accumulator& c) {
     c.for_each([](auto& x, int, int) { ptx::warpgroup_fence_operand(x); });
 }
 

@@ -111,7 +111,7 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
     for name, tensor, layout in layouts:
         if tensor.dim() != dims:
             refuse(name, f"of shape {layout} {hint}", tuple(tensor.shape))
-    dtypes = _CUDA_DTYPES if q.is_cuda else _DTYPES
+    dtypes = _CUDA_DTYPES if q.device.type == "cuda" else _DTYPES
     if q.dtype not in dtypes:
         *first, last = map(dtype_name, dtypes)
         refuse("q", f"{', '.join(first)} or {last}", q.dtype)
@@ -199,7 +199,7 @@ def _check_bias(q: Tensor, k: Tensor, options: Options, batch: int, reads: bool)
     for dim, (name, size) in enumerate(wanted.items()):
         if shape[dim] not in (1, size):
             refuse("bias", f"1 or {name} = {size} in dimension {dim}", shape)
-    if not q.is_cuda:
+    if q.device.type != "cuda":
         return
     if max(shape) >= _MAX_LENGTH:
         refuse("bias", "below 2^29 in every dimension", shape)
@@ -328,7 +328,7 @@ def check_arguments(q: Tensor, k: Tensor, v: Tensor, options: Options, reads: bo
         refuse("cu_seqlens_q and cu_seqlens_k", "given together", f"{given} alone")
     _check_inputs(q, k, v, packed=options.cu_seqlens is not None)
     batch = _check_lengths(q, k, options, reads)
-    if q.is_cuda:
+    if q.device.type == "cuda":
         _check_sizes(q, k, batch)
     _check_8_bit_options(q, k, v, options, batch, reads)
     _check_options(q, k, options, batch, reads)
@@ -345,8 +345,9 @@ def check_gradients(tensors: BackwardTensors, options: Options) -> None:
     q, v = tensors.q, tensors.v
     if q.dtype in QK_8_BITS:
         why = "no variant has a backward for 8-bit inputs"
-        wide = "" if q.is_cuda else ", float32 or float64"
-        refuse("q", f"float16{' or' if q.is_cuda else ','} bfloat16{wide} ({why})", q.dtype)
+        on_cuda = q.device.type == "cuda"
+        wanted = "float16 or bfloat16" if on_cuda else "float16, bfloat16, float32 or float64"
+        refuse("q", f"{wanted} ({why})", q.dtype)
     *rows, heads, _ = q.shape
     if options.cu_seqlens is None:
         out_layout = "(batch, seqlen_q, heads_q, head_dim_v)"

@@ -117,7 +117,7 @@ def check_rows(
     _check_plain("seqused", seqused, x, torch.int32, (batch,))
     _check_plain("mean", mean, x, torch.float32, (batch, heads, dim))
     _check_plain("signs", signs, x, torch.int8, (dim,))
-    if x.is_cuda:
+    if x.device.type == "cuda":
         _check_cuda_rows(x, batch, signs, mean)
     elif cu_seqlens is not None:
         check_offsets("cu_seqlens", cu_seqlens, x.shape[0])

@@ -46,7 +46,7 @@ def _require_lse(name: str, lse: Tensor, out: Tensor, rows: int) -> None:
 
 def _require_out(name: str, out: Tensor) -> None:
     _require_rows(name, out, out)
-    if out.is_cuda and max(math.prod(out.shape[:3]), out.shape[3]) >= 2**31:
+    if out.device.type == "cuda" and max(math.prod(out.shape[:3]), out.shape[3]) >= 2**31:
         refuse(name, "below 2^31 rows of all heads", tuple(out.shape))
 
 

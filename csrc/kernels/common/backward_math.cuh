@@ -9,14 +9,14 @@
 namespace flash_ext {
 
 // From one value per column: those of this thread's two columns in block n of eight columns.
-__device__ __forceinline__ float2 column_pair(const float* of_columns, int n) {
+FLASH_DEVICE float2 column_pair(const float* of_columns, int n) {
     return *reinterpret_cast<const float2*>(of_columns + 8 * n + lane_col());
 }
 
 // visit(m, n, i, number) for all elements of a thread's scores, with the value of the element's
 // query. numbers[0] belongs to the first query.
 template <Rows kRows, class Scores, class Visit>
-__device__ __forceinline__ void for_each_with_query(const float* numbers, Visit visit) {
+FLASH_DEVICE void for_each_with_query(const float* numbers, Visit visit) {
     if constexpr (kRows == Rows::kQueries) {
 #pragma unroll
         for (int m = 0; m < Scores::kM; ++m)
@@ -48,8 +48,8 @@ __device__ __forceinline__ void for_each_with_query(const float* numbers, Visit 
 // With `lse`: the scores already hold -lse / scale, but not in rows with a reference, where it is
 // subtracted here.
 template <Rows kRows, class Scores>
-__device__ __forceinline__ void subtract_references(Scores& s, const float* references,
-                                                    const float* lse = nullptr, float scale = 1.f) {
+FLASH_DEVICE void subtract_references(Scores& s, const float* references,
+                                      const float* lse = nullptr, float scale = 1.f) {
     const float inverse_scale = 1.f / scale;
     for_each_with_query<kRows, Scores>(references, [&](int m, int n, int i, float reference) {
         if (reference == 0.f) return;
@@ -63,7 +63,7 @@ __device__ __forceinline__ void subtract_references(Scores& s, const float* refe
 
 // From S to P = 2^(S scale - lse), in place. Queries without keys have lse = +inf here, so P = 0.
 template <Rows kRows, class Scores>
-__device__ __forceinline__ void exponentiate(Scores& s, const float* lse, float scale) {
+FLASH_DEVICE void exponentiate(Scores& s, const float* lse, float scale) {
     for_each_with_query<kRows, Scores>(lse, [&](int m, int n, int i, float lse_of_query) {
         s.v[m][n][i] = ptx::ex2(s.v[m][n][i] * scale - lse_of_query);
     });
@@ -71,14 +71,13 @@ __device__ __forceinline__ void exponentiate(Scores& s, const float* lse, float 
 
 // The same where S is already S - lse / scale.
 template <class Scores>
-__device__ __forceinline__ void exponentiate(Scores& s, float scale) {
+FLASH_DEVICE void exponentiate(Scores& s, float scale) {
     s.map([&](float x) { return ptx::ex2(x * scale); });
 }
 
 // From dP to dS = P * (dP - delta), in place.
 template <Rows kRows, class Scores>
-__device__ __forceinline__ void softmax_gradient(Scores& dp, const Scores& p,
-                                                 const float* minus_delta) {
+FLASH_DEVICE void softmax_gradient(Scores& dp, const Scores& p, const float* minus_delta) {
     for_each_with_query<kRows, Scores>(minus_delta, [&](int m, int n, int i, float of_query) {
         dp.v[m][n][i] = p.v[m][n][i] * (dp.v[m][n][i] + of_query);
     });

@@ -18,15 +18,15 @@ namespace flash_ext {
 
 // Eight elements of a row, from `col` on. Elements past the row's end are zeros.
 template <class Element>
-__device__ __forceinline__ uint4 load_chunk(const GlobalTile<const Element>& tile, int row, int col,
-                                            bool aligned) {
+FLASH_DEVICE uint4 load_chunk(const GlobalTile<const Element>& tile, int row, int col,
+                              bool aligned) {
     const Element* x = tile.data + row * tile.row_stride + col;
     return aligned ? *reinterpret_cast<const uint4*>(x) : load_8(x, tile.cols - col);
 }
 
 // The sum of the products of eight elements.
 template <class Element>
-__device__ __forceinline__ float dot(const uint4& a, const uint4& b) {
+FLASH_DEVICE float dot(const uint4& a, const uint4& b) {
     const auto* x = reinterpret_cast<const Element*>(&a);
     const auto* y = reinterpret_cast<const Element*>(&b);
     float sum = 0.f;
@@ -41,14 +41,14 @@ struct RowStatistics {
 };
 
 // From rowsum(dO * O), lse and its gradient.
-__device__ __forceinline__ RowStatistics statistics_of(float dot, float lse, float dlse,
-                                                       float inverse_ds_factor) {
+FLASH_DEVICE RowStatistics statistics_of(float dot, float lse, float dlse,
+                                         float inverse_ds_factor) {
     if (lse == -INFINITY) return {INFINITY, 0.f};
     return {lse * kLog2e, (dot - dlse) * inverse_ds_factor};
 }
 
 // -x, halved, since a RowNumbers operand counts it twice.
-__device__ __forceinline__ StatisticsRow negated_row(float x) {
+FLASH_DEVICE StatisticsRow negated_row(float x) {
     const auto truncated = [](float y) { return __uint_as_float(__float_as_uint(y) & 0xffff0000); };
     const float number = -0.5f * x;
     const float first = truncated(number);
@@ -57,8 +57,8 @@ __device__ __forceinline__ StatisticsRow negated_row(float x) {
     return {ptx::pack<__nv_bfloat16>(first, second), ptx::pack<__nv_bfloat16>(third, 0.f), 0, 0};
 }
 
-__device__ __forceinline__ void store_statistics(const BackwardParams& params, int64_t row,
-                                                 const RowStatistics& x) {
+FLASH_DEVICE void store_statistics(const BackwardParams& params, int64_t row,
+                                   const RowStatistics& x) {
     params.lse_log2[row] = x.lse_log2;
     params.minus_delta[row] = -x.delta;
     params.reference[row] = 0.f;
@@ -75,8 +75,8 @@ struct PreprocessParams : BackwardParams {
 
 // The rows of the workspace that a CTA writes, from query `first_query` on. With the last Q tile of
 // a sequence come all rows before the next sequence, so that none is left out.
-__device__ __forceinline__ int rows_to_store(const BackwardParams& params, const Sequence& s,
-                                             int first_query, int block_q) {
+FLASH_DEVICE int rows_to_store(const BackwardParams& params, const Sequence& s, int first_query,
+                               int block_q) {
     if (first_query + block_q < s.seqlen_q) return block_q;
     if (first_query > 0 && first_query >= s.seqlen_q) return 0;  // a padding tile
     const int groups = params.cu_seqlens_q == nullptr
@@ -108,10 +108,10 @@ __global__ void __launch_bounds__(kPreprocessThreads, kChangesScores ? 2 : 4)
     const int lane_in_row = threadIdx.x % kLanes;
     const int first_col = lane_in_row * 8;
     const int rows = min_of(sequence.seqlen_q - first_query, block_q);
-    const auto gO = global_tile<const Element>(
-        params.out, sequence.batch, sequence.q_begin + first_query, head, rows, params.head_dim_v);
-    const auto gdO = global_tile<const Element>(
-        params.dout, sequence.batch, sequence.q_begin + first_query, head, rows, params.head_dim_v);
+    const auto gO =
+        query_rows<const Element>(params.out, sequence, head, first_query, params.head_dim_v);
+    const auto gdO =
+        query_rows<const Element>(params.dout, sequence, head, first_query, params.head_dim_v);
     const int64_t index = statistics_offset(params, sequence, head) + first_query;
 
     if (params.dq_accum_cols > 0) {

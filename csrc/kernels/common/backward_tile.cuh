@@ -55,8 +55,8 @@ struct DQAccum {
     float* first;    // this lane's
     int last_block;  // of 8 queries that is stored, counted from the warp's first
 
-    __device__ __forceinline__ DQAccum(const BackwardParams& params, const Sequence& sequence,
-                                       int head, int q_tile, int slice) {
+    FLASH_DEVICE DQAccum(const BackwardParams& params, const Sequence& sequence, int head,
+                         int q_tile, int slice) {
         // In these kernels no register is left for the thread's index over the loop.
         constexpr bool kNoRegister =
             Tile::kDQSlices > 1 || (Tile::kHeadDim == 128 && kCudaArch < 900);
@@ -75,7 +75,7 @@ struct DQAccum {
 
     // visit(block, n, floats) for the stored blocks: the floats of a block from column block n on.
     template <class Visit>
-    __device__ __forceinline__ void for_each(Visit visit) const {
+    FLASH_DEVICE void for_each(Visit visit) const {
 #pragma unroll
         for (int block = 0; block < kBlocks; ++block)
             if (kWhole || block <= last_block) visit_block(block, block, visit);
@@ -85,7 +85,7 @@ struct DQAccum {
     // zeros may be added: branches for each would keep all of rdQ in registers until all matmuls
     // are done. Where that is no loss, one branch saves the search for the last block.
     template <class Visit>
-    __device__ __forceinline__ void for_all(Visit visit) const {
+    FLASH_DEVICE void for_all(Visit visit) const {
         if (kWhole || (kBlocks <= 4 && last_block >= kBlocks - 1)) {
 #pragma unroll
             for (int block = 0; block < kBlocks; ++block) visit_block(block, block, visit);
@@ -98,14 +98,14 @@ struct DQAccum {
 
     // Float i of these, in registers.
     template <class DQ_>
-    static __device__ __forceinline__ auto& element(DQ_& rdQ, int block, int n, int i) {
+    static FLASH_DEVICE auto& element(DQ_& rdQ, int block, int n, int i) {
         if constexpr (kWhole) return rdQ.v[block][n][i];
         return rdQ.v[block / 2][n + i / 2][block % 2 * 2 + i % 2];
     }
 
  private:
     template <class Visit>
-    __device__ __forceinline__ void visit_block(int block, int place, Visit visit) const {
+    FLASH_DEVICE void visit_block(int block, int place, Visit visit) const {
         float* floats = first + place * kBlockFloats;
 #pragma unroll
         for (int n = 0; n < DQ::kN; n += kStep)
@@ -122,16 +122,16 @@ struct QTileWalk {
     int i;          // in q_tiles
     int stage = 0;  // in shared memory, modulo kStages
 
-    __device__ __forceinline__ QTileWalk(VisibleTiles q_tiles_, int first_head, int heads)
+    FLASH_DEVICE QTileWalk(VisibleTiles q_tiles_, int first_head, int heads)
         : q_tiles(q_tiles_),
           last_head(q_tiles_.empty() ? first_head - 1 : first_head + heads - 1),
           head(first_head),
           i(q_tiles_.begin) {}
 
-    __device__ __forceinline__ bool done() const { return head > last_head; }
-    __device__ __forceinline__ int q_tile() const { return q_tiles.tile(i); }
+    FLASH_DEVICE bool done() const { return head > last_head; }
+    FLASH_DEVICE int q_tile() const { return q_tiles.tile(i); }
 
-    __device__ __forceinline__ QTileWalk next() const {
+    FLASH_DEVICE QTileWalk next() const {
         QTileWalk after = *this;
         after.stage ^= 1;
         if (++after.i == q_tiles.end) {
@@ -215,8 +215,7 @@ struct BackwardTile {
     int warp_d;    // 0 .. kWarpsD - 1
     uint32_t smem;
 
-    __device__ __forceinline__ BackwardTile(const BackwardParams& p, const Sequence& sequence_,
-                                            int head_k_)
+    FLASH_DEVICE BackwardTile(const BackwardParams& p, const Sequence& sequence_, int head_k_)
         : params(p),
           head_k(head_k_),
           sequence(sequence_),
@@ -226,12 +225,12 @@ struct BackwardTile {
           smem(ptx::shared_address(dynamic_shared())) {}
 
     // The Q tiles that see the KV tile.
-    __device__ __forceinline__ VisibleTiles q_tiles_seeing(int first_key) const {
+    FLASH_DEVICE VisibleTiles q_tiles_seeing(int first_key) const {
         return VisibleTiles::of_keys<kMayBeVarlen>(mask, {first_key, first_key + kBlockKV},
                                                    kBlockQ);
     }
 
-    __device__ __forceinline__ void load_kv(int first_key) const {
+    FLASH_DEVICE void load_kv(int first_key) const {
         const KeyRows keys = key_rows(params, sequence);
         load_tile<KTile, kThreads, kUnaligned>(
             k_tile(), keys.tile<Element>(params.k, head_k, first_key, params.head_dim),
@@ -243,32 +242,30 @@ struct BackwardTile {
 
     // Addresses in shared memory; those of Q and dO are an iteration's. With a single stage they
     // are always the same.
-    __device__ __forceinline__ uint32_t k_tile() const { return smem + offsetof(SharedStorage, k); }
-    __device__ __forceinline__ uint32_t v_tile() const { return smem + offsetof(SharedStorage, v); }
-    __device__ __forceinline__ uint32_t ds_tile() const {
-        return smem + offsetof(SharedStorage, ds_p);
-    }
-    __device__ __forceinline__ uint32_t p_tile() const { return ds_tile() + PTile::kBytes; }
-    __device__ __forceinline__ uint32_t q_tile_at(int stage) const {
+    FLASH_DEVICE uint32_t k_tile() const { return smem + offsetof(SharedStorage, k); }
+    FLASH_DEVICE uint32_t v_tile() const { return smem + offsetof(SharedStorage, v); }
+    FLASH_DEVICE uint32_t ds_tile() const { return smem + offsetof(SharedStorage, ds_p); }
+    FLASH_DEVICE uint32_t p_tile() const { return ds_tile() + PTile::kBytes; }
+    FLASH_DEVICE uint32_t q_tile_at(int stage) const {
         return smem + offsetof(SharedStorage, q) + stage % kStages * QTile::kBytes;
     }
-    __device__ __forceinline__ uint32_t do_tile_at(int stage) const {
+    FLASH_DEVICE uint32_t do_tile_at(int stage) const {
         return smem + offsetof(SharedStorage, dout) + stage % kStages * DOTile::kBytes;
     }
 
-    __device__ __forceinline__ void load_q(const QTileWalk& walk) const {
+    FLASH_DEVICE void load_q(const QTileWalk& walk) const {
         load_rows<QTile>(q_tile_at(walk.stage), params.q, params.head_dim, walk);
     }
-    __device__ __forceinline__ void load_do(const QTileWalk& walk) const {
+    FLASH_DEVICE void load_do(const QTileWalk& walk) const {
         load_rows<DOTile>(do_tile_at(walk.stage), params.dout, params.head_dim_v, walk);
     }
 
-    __device__ __forceinline__ Statistics& statistics(int stage) const {
+    FLASH_DEVICE Statistics& statistics(int stage) const {
         return shared_storage<SharedStorage>().statistics[stage % kStages];
     }
 
     // Fetches lse, delta and reference of a Q tile, which the preprocess pass has left in HBM.
-    __device__ __forceinline__ void load_statistics(const QTileWalk& walk) const {
+    FLASH_DEVICE void load_statistics(const QTileWalk& walk) const {
         constexpr int kChunks = kBlockQ / 4;
         // With two stages no register is left for it over the loop.
         const int thread = kStages == 2 ? ptx::not_hoisted(threadIdx.x) : threadIdx.x;
@@ -288,8 +285,7 @@ struct BackwardTile {
 
     // P^T of the warp's keys and queries. Queries past the sequence are not masked: their lse is
     // +inf, which makes their P zero.
-    __device__ __forceinline__ void compute_p(Scores& rP, const QTileWalk& walk,
-                                              int first_key) const {
+    FLASH_DEVICE void compute_p(Scores& rP, const QTileWalk& walk, int first_key) const {
         rP.clear();
         gemm<Element, kHeadDim>(rP, AFromRows<KTile>(k_tile(), warp_key),
                                 BFromRows<QTile>(q_tile_at(walk.stage), warp_query()));
@@ -318,8 +314,8 @@ struct BackwardTile {
     // dS^T from P^T: the gradient of Q K^T scale, or, without kThroughSoftcap, that of the scores
     // after softcap. With dropout P becomes the factor of dO in dV.
     template <bool kThroughSoftcap = true>
-    __device__ __forceinline__ void compute_ds(Scores& rdS, Scores& rP, const QTileWalk& walk,
-                                               int first_key) const {
+    FLASH_DEVICE void compute_ds(Scores& rdS, Scores& rP, const QTileWalk& walk,
+                                 int first_key) const {
         const float* minus_delta = statistics(walk.stage).minus_delta + warp_query();
         rdS.clear();  // dP^T first
         gemm<Element, kHeadDimV>(rdS, AFromRows<VTile>(v_tile(), warp_key),
@@ -365,15 +361,14 @@ struct BackwardTile {
     }
 
     // Stores what other warps need of P^T and dS^T. They may use it after a barrier.
-    __device__ __forceinline__ void share_p_ds(const Scores& rP, const Scores& rdS) const {
+    FLASH_DEVICE void share_p_ds(const Scores& rP, const Scores& rdS) const {
         store_to_shared<Element, PTile>(ds_tile(), rdS, warp_key, warp_query() / 16);
         if constexpr (!kInRegisters)
             store_to_shared<Element, PTile>(p_tile(), rP, warp_key, warp_query() / 16);
     }
 
     // dV += P^T dO
-    __device__ __forceinline__ void accumulate_dv(GradientV& rdV, const Scores& rP,
-                                                  int stage) const {
+    FLASH_DEVICE void accumulate_dv(GradientV& rdV, const Scores& rP, int stage) const {
         const BFromColumns<DOTile, kWarpsD> dO(do_tile_at(stage), 0, warp_d);
         if constexpr (kInRegisters) {
             gemm<Element, kBlockQ>(rdV, AFromRegisters<Element, Scores>{rP}, dO);
@@ -383,8 +378,7 @@ struct BackwardTile {
     }
 
     // dK += dS^T Q
-    __device__ __forceinline__ void accumulate_dk(GradientK& rdK, const Scores& rdS,
-                                                  int stage) const {
+    FLASH_DEVICE void accumulate_dk(GradientK& rdK, const Scores& rdS, int stage) const {
         const BFromColumns<QTile, kWarpsD> q(q_tile_at(stage), 0, warp_d);
         if constexpr (kInRegisters) {
             gemm<Element, kBlockQ>(rdK, AFromRegisters<Element, Scores>{rdS}, q);
@@ -396,7 +390,7 @@ struct BackwardTile {
     // A slice of dQ of this iteration, without the factor scale: dS K over all keys of the
     // tile. A barrier must follow before dS is overwritten.
     template <int kSlice>
-    __device__ __forceinline__ void compute_dq(DQ& rdQ) const {
+    FLASH_DEVICE void compute_dq(DQ& rdQ) const {
         const int warp_m = warp_id() / kWarpsN;
         const int warp_n = warp_id() % kWarpsN;
         using KColumns = BFromColumns<KTile, kWarpsN>;
@@ -407,7 +401,7 @@ struct BackwardTile {
     }
 
     // Adds a slice of dQ_i to that in HBM.
-    __device__ __forceinline__ void add_dq(const DQ& rdQ, const QTileWalk& walk, int slice) const {
+    FLASH_DEVICE void add_dq(const DQ& rdQ, const QTileWalk& walk, int slice) const {
         using Accum = DQAccum<BackwardTile>;
         Accum(params, sequence, walk.head, walk.q_tile(), slice)
             .for_all([&](int block, int n, typename Accum::Floats& floats) {
@@ -419,9 +413,8 @@ struct BackwardTile {
     }
 
     // For the postprocess pass, whose warps have this layout: dQ_i from HBM to shared memory.
-    static __device__ __forceinline__ void fetch_dq(const BackwardParams& params,
-                                                    const Sequence& sequence, int head, int q_tile,
-                                                    uint32_t shared) {
+    static FLASH_DEVICE void fetch_dq(const BackwardParams& params, const Sequence& sequence,
+                                      int head, int q_tile, uint32_t shared) {
         using Accum = DQAccum<BackwardTile>;
 #pragma unroll
         for (int slice = 0; slice < kDQSlices; ++slice) {
@@ -443,8 +436,7 @@ struct BackwardTile {
 
     // dK and dV to HBM, through the memory of the K and V tiles; zeros for rows that are not in
     // use. All warps have left the loop.
-    __device__ __forceinline__ void store_dk_dv(GradientK& rdK, GradientV& rdV,
-                                                int first_key) const {
+    FLASH_DEVICE void store_dk_dv(GradientK& rdK, GradientV& rdV, int first_key) const {
         rdK.scale(params.gradient_scale);
         if constexpr (contains(kOptions, OptionSet::kDropout)) rdV.scale(params.late_factor);
         store_to_shared<Element, KTile, kWarpsD>(k_tile(), rdK, warp_key, warp_d);
@@ -462,20 +454,17 @@ struct BackwardTile {
 
  private:
     // The warp's first query within the Q tile, while it computes P^T and dS^T.
-    __device__ __forceinline__ int warp_query() const { return warp_d * Scores::kCols; }
+    FLASH_DEVICE int warp_query() const { return warp_d * Scores::kCols; }
 
-    __device__ __forceinline__ ScoreFunction<Element, Rows::kKeys, kOptions> score_function(
-        int head_q) const {
+    FLASH_DEVICE ScoreFunction<Element, Rows::kKeys, kOptions> score_function(int head_q) const {
         return {params, sequence, head_q};
     }
 
     template <class Tile>
-    __device__ __forceinline__ void load_rows(uint32_t shared, const TensorView& view, int cols,
-                                              const QTileWalk& walk) const {
-        const int first_query = walk.q_tile() * kBlockQ;
+    FLASH_DEVICE void load_rows(uint32_t shared, const TensorView& view, int cols,
+                                const QTileWalk& walk) const {
         const auto tile =
-            global_tile<const Element>(view, sequence.batch, sequence.q_begin + first_query,
-                                       walk.head, sequence.seqlen_q - first_query, cols);
+            query_rows<const Element>(view, sequence, walk.head, walk.q_tile() * kBlockQ, cols);
         load_tile<Tile, kThreads, kUnaligned>(shared, tile, params.aligned);
     }
 };

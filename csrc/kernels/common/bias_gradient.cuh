@@ -38,8 +38,7 @@ struct BiasGradient {
     const BackwardParams& params;
 
     // Loads everything that one tile of scores is computed from.
-    static __device__ __forceinline__ void load(const Tile& cta, const QTileWalk& walk,
-                                                int first_key) {
+    static FLASH_DEVICE void load(const Tile& cta, const QTileWalk& walk, int first_key) {
         cta.load_kv(first_key);
         cta.load_q(walk);
         cta.load_do(walk);
@@ -48,8 +47,8 @@ struct BiasGradient {
     }
 
     // sum += dS of all tiles of scores of one sequence and head.
-    __device__ __forceinline__ void add_head(Scores& sum, const Sequence& sequence, int head_q,
-                                             int q_tile_own, int kv_tile_own) const {
+    FLASH_DEVICE void add_head(Scores& sum, const Sequence& sequence, int head_q, int q_tile_own,
+                               int kv_tile_own) const {
         const Tile cta(params, sequence, head_q / (params.heads_q / params.heads_k));
         const Interval q_tiles = contributing(params.bias.sizes[2], q_tile_own,
                                               ceil_div(sequence.seqlen_q, Tile::kBlockQ));
@@ -75,8 +74,7 @@ struct BiasGradient {
     }
 
     // A tile of dbias from the warps' sums, through shared memory as [query][key].
-    __device__ __forceinline__ void store(Scores& sum, int batch, int head, int q_tile,
-                                          int kv_tile) const {
+    FLASH_DEVICE void store(Scores& sum, int batch, int head, int q_tile, int kv_tile) const {
         auto* sSum = reinterpret_cast<float*>(dynamic_shared());
         const int first_key = warp_id() % Tile::kWarpsKV * Tile::kKeysPerWarp + lane_row();
         const int first_query = warp_id() / Tile::kWarpsKV * Scores::kCols + lane_col();

@@ -25,14 +25,14 @@ inline constexpr int kCombineRowsOfCta = kCombineWarps * kCombineRows;
 struct RowPlace {
     int batch, head, row;
 };
-__device__ __forceinline__ RowPlace place_of_row(const ForwardParams& params, int row) {
+FLASH_DEVICE RowPlace place_of_row(const ForwardParams& params, int row) {
     const int flat_head = row / params.seqlen_q;
     return {flat_head / params.heads_q, flat_head % params.heads_q, row % params.seqlen_q};
 }
 
 // Stores columns `col` and `col` + 1 of a row of O, as far as they exist.
 template <class Element>
-__device__ __forceinline__ void store_pair(Element* row, int col, int head_dim_v, float2 x) {
+FLASH_DEVICE void store_pair(Element* row, int col, int head_dim_v, float2 x) {
     if (col >= head_dim_v) return;
     const uint32_t pair = ptx::pack<Element>(x.x, x.y);
     if (head_dim_v % 2 == 0) {

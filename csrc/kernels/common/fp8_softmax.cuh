@@ -30,26 +30,24 @@ namespace flash_ext {
 
 // What the registers of scores hold.
 struct FloatScores {
-    static __device__ __forceinline__ float value(float x) { return x; }
-    static __device__ __forceinline__ float bits(float x) { return x; }
-    static __device__ __forceinline__ float larger(float x, float y) { return fmaxf(x, y); }
+    static FLASH_DEVICE float value(float x) { return x; }
+    static FLASH_DEVICE float bits(float x) { return x; }
+    static FLASH_DEVICE float larger(float x, float y) { return fmaxf(x, y); }
 };
 struct IntegerScores {
-    static __device__ __forceinline__ float value(int x) { return static_cast<float>(x); }
-    static __device__ __forceinline__ int larger(int x, int y) { return max(x, y); }
+    static FLASH_DEVICE float value(int x) { return static_cast<float>(x); }
+    static FLASH_DEVICE int larger(int x, int y) { return max(x, y); }
 };
 struct FloatScoresAsBits {
-    static __device__ __forceinline__ float value(int x) { return __int_as_float(x); }
-    static __device__ __forceinline__ int bits(float x) { return __float_as_int(x); }
-    static __device__ __forceinline__ int larger(int x, int y) {
+    static FLASH_DEVICE float value(int x) { return __int_as_float(x); }
+    static FLASH_DEVICE int bits(float x) { return __float_as_int(x); }
+    static FLASH_DEVICE int larger(int x, int y) {
         return __float_as_int(fmaxf(value(x), value(y)));
     }
 };
 
 // From -126 to 127.
-__device__ __forceinline__ float power_of_two(int exponent) {
-    return __int_as_float((127 + exponent) << 23);
-}
+FLASH_DEVICE float power_of_two(int exponent) { return __int_as_float((127 + exponent) << 23); }
 
 template <int kCols, bool kOptimistic>
 struct Fp8Softmax : OnlineSoftmax<16> {
@@ -74,8 +72,7 @@ struct Fp8Softmax : OnlineSoftmax<16> {
 
     // As OptimisticSoftmax::step(). A score is Form::value(s.v[0][n][i]) * scale(n, i / 2).
     template <class Form, class Scores, class Scale>
-    __device__ __forceinline__ Rescaling step(const Scores& s, Probabilities& p, Scale scale,
-                                              bool fresh) {
+    FLASH_DEVICE Rescaling step(const Scores& s, Probabilities& p, Scale scale, bool fresh) {
         Rescaling rescaling;
         float sum[2];
         bool proven = !kOptimistic || fresh || careful;
@@ -101,7 +98,7 @@ struct Fp8Softmax : OnlineSoftmax<16> {
 
     // By how many powers of two a row with this maximum is to be cooled, in addition to those by
     // which it is. Less than 0 if a large negative maximum has become a small one.
-    static __device__ __forceinline__ int powers_to_cool(float max, int powers) {
+    static FLASH_DEVICE int powers_to_cool(float max, int powers) {
         if (max == -INFINITY) return 0;
         const float size = fabsf(max);
         const int needed = ((__float_as_int(size) - __float_as_int(kLargeMax)) >> 23) + 2;
@@ -111,7 +108,7 @@ struct Fp8Softmax : OnlineSoftmax<16> {
 
     // The maximum of the scores of row i.
     template <class Form, class Scores, class Scale>
-    static __device__ __forceinline__ float max_of_tile(const Scores& s, Scale scale, int i) {
+    static FLASH_DEVICE float max_of_tile(const Scores& s, Scale scale, int i) {
         float max = -INFINITY;
 #pragma unroll
         for (int n = 0; n < Scores::kN; n += kScaleN) {
@@ -124,23 +121,23 @@ struct Fp8Softmax : OnlineSoftmax<16> {
         return quad_max(max);
     }
 
-    __device__ __forceinline__ void begin_with(float score, int m, int i) {
+    FLASH_DEVICE void begin_with(float score, int m, int i) {
         OnlineSoftmax<16>::begin_with(score, m, i);
         row_sum[m][i] *= kFactor;
     }
-    __device__ __forceinline__ void finish() {
+    FLASH_DEVICE void finish() {
         OnlineSoftmax<16>::finish();
 #pragma unroll
         for (int i = 0; i < 2; ++i) row_sum[0][i] *= 1.f / kFactor;
     }
-    __device__ __forceinline__ float inverse_sum(int m, int i) const {
+    FLASH_DEVICE float inverse_sum(int m, int i) const {
         return OnlineSoftmax<16>::inverse_sum(m, i) * (1.f / kFactor);
     }
 
  private:
     // Raises m to the maximum of the scores, with headroom.
     template <class Form, class Scores, class Scale>
-    __device__ __forceinline__ Rescaling advance(const Scores& s, Scale scale) {
+    FLASH_DEVICE Rescaling advance(const Scores& s, Scale scale) {
         Rescaling rescaling;
         bool grows = false;
 #pragma unroll
@@ -158,7 +155,7 @@ struct Fp8Softmax : OnlineSoftmax<16> {
     }
 
     // Has any P of this lane become 448?
-    static __device__ __forceinline__ bool has_saturated(const Probabilities& p) {
+    static FLASH_DEVICE bool has_saturated(const Probabilities& p) {
         uint32_t largest = 0;
 #pragma unroll
         for (int k = 0; k < kCols / 32; ++k)
@@ -168,8 +165,8 @@ struct Fp8Softmax : OnlineSoftmax<16> {
     }
 
     template <class Form, class Scores, class Scale>
-    __device__ __forceinline__ void exponentiate(const Scores& s, Probabilities& p, float (&sum)[2],
-                                                 Scale scale) const {
+    FLASH_DEVICE void exponentiate(const Scores& s, Probabilities& p, float (&sum)[2],
+                                   Scale scale) const {
         float shift[2];
         float sums[2][2];  // four chains of additions
 #pragma unroll

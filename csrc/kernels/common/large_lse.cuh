@@ -27,7 +27,7 @@ namespace flash_ext {
 
 // For an lse in base 2, which is rounded by up to 2^-12 here. Rows without keys have an infinite
 // lse.
-__device__ __forceinline__ bool is_large_lse(float lse_log2) {
+FLASH_DEVICE bool is_large_lse(float lse_log2) {
     return fabsf(lse_log2) > 4096.f && fabsf(lse_log2) != INFINITY;
 }
 
@@ -38,18 +38,18 @@ struct GlobalRows {
     GlobalTile<const Element> x;
     int col;
 
-    __device__ __forceinline__ void load_a(uint32_t (&a)[4], int, int) const {
+    FLASH_DEVICE void load_a(uint32_t (&a)[4], int, int) const {
 #pragma unroll
         for (int i = 0; i < 4; ++i) a[i] = pair(lane_row() + i % 2 * 8, i / 2 * 8);
     }
-    __device__ __forceinline__ void load_b(uint32_t (&b)[4], int, int) const {
+    FLASH_DEVICE void load_b(uint32_t (&b)[4], int, int) const {
         __syncwarp();  // separates these loads from those of A, to save registers
 #pragma unroll
         for (int i = 0; i < 4; ++i) b[i] = pair(lane_row() + i / 2 * 8, i % 2 * 8);
     }
 
  private:
-    __device__ __forceinline__ uint32_t pair(int row, int offset) const {
+    FLASH_DEVICE uint32_t pair(int row, int offset) const {
         const auto at = [&](int c) {
             return row < x.rows && c < x.cols ? ptx::to_float(x.data[row * x.row_stride + c]) : 0.f;
         };
@@ -60,11 +60,9 @@ struct GlobalRows {
 
 // Q K^T of 16 queries and 16 keys, from these two on.
 template <class Element>
-__device__ __forceinline__ RegisterTile<16, 16> scores_of_rows(const BackwardParams& params,
-                                                               const Sequence& s, int head,
-                                                               int first_query, int first_key) {
-    const auto q = global_tile<const Element>(params.q, s.batch, s.q_begin + first_query, head,
-                                              s.seqlen_q - first_query, params.head_dim);
+FLASH_DEVICE RegisterTile<16, 16> scores_of_rows(const BackwardParams& params, const Sequence& s,
+                                                 int head, int first_query, int first_key) {
+    const auto q = query_rows<const Element>(params.q, s, head, first_query, params.head_dim);
     const auto k = key_rows(params, s).tile<Element>(params.k, key_head(params, head), first_key,
                                                      params.head_dim);
     RegisterTile<16, 16> rS;
@@ -77,9 +75,8 @@ __device__ __forceinline__ RegisterTile<16, 16> scores_of_rows(const BackwardPar
 
 // The reference and the relative lse of 16 rows, for those whose lse is large. A lane has two rows.
 template <class Element, bool kChangesScores>
-__device__ __forceinline__ void split_large_lse_of_rows(const BackwardParams& params,
-                                                        const Sequence& sequence, int head,
-                                                        int first_query) {
+FLASH_DEVICE void split_large_lse_of_rows(const BackwardParams& params, const Sequence& sequence,
+                                          int head, int first_query) {
     const auto is_large_row = [&](int i) {
         const int query = first_query + lane_row() + 8 * i;
         return query < sequence.seqlen_q &&
@@ -128,7 +125,7 @@ __device__ __forceinline__ void split_large_lse_of_rows(const BackwardParams& pa
 // The same for the CTA's queries, at the end of the preprocess pass. It recomputes everything from
 // the CTA's index: values kept in registers would lower the occupancy of the whole pass.
 template <class Element, bool kChangesScores>
-__device__ __forceinline__ void split_large_lse(const BackwardParams& params, int block_q) {
+FLASH_DEVICE void split_large_lse(const BackwardParams& params, int block_q) {
     if (threadIdx.x == 0) *params.large_lse.word = params.large_lse.epoch;
 #pragma unroll 1
     for (int row = 16 * warp_id(); row < block_q; row += blockDim.x / 2) {

@@ -18,7 +18,7 @@ struct RowRescaling {
     float factor[2];
 
     template <class Output>
-    __device__ __forceinline__ void apply(Output& o) const {
+    FLASH_DEVICE void apply(Output& o) const {
         if (!needed) [[likely]]
             return;
 #pragma unroll
@@ -40,8 +40,8 @@ struct OptimisticSoftmax : OnlineSoftmax<16> {
 
     // From scores to P. Adds to l, and returns the factor of O. `fresh`: m is not known yet.
     template <class Scale>
-    __device__ __forceinline__ Rescaling step(RegisterTile<16, kCols>& s, RegisterOperand<kCols>& p,
-                                              Scale scale, bool fresh) {
+    FLASH_DEVICE Rescaling step(RegisterTile<16, kCols>& s, RegisterOperand<kCols>& p, Scale scale,
+                                bool fresh) {
         Rescaling rescaling;
         float sum[2];
         for (bool proven = false;; proven = true) {
@@ -65,7 +65,7 @@ struct OptimisticSoftmax : OnlineSoftmax<16> {
  private:
     // Updates row_max and row_sum to the maximum of the scores.
     template <class Scale>
-    __device__ __forceinline__ Rescaling advance(RegisterTile<16, kCols>& s, Scale scale) {
+    FLASH_DEVICE Rescaling advance(RegisterTile<16, kCols>& s, Scale scale) {
         Rescaling rescaling;
         rescaling.needed = true;
 #pragma unroll
@@ -78,9 +78,8 @@ struct OptimisticSoftmax : OnlineSoftmax<16> {
     }
 
     template <class Scale>
-    __device__ __forceinline__ void exponentiate(const RegisterTile<16, kCols>& s,
-                                                 RegisterOperand<kCols>& p, float (&sum)[2],
-                                                 Scale scale) const {
+    FLASH_DEVICE void exponentiate(const RegisterTile<16, kCols>& s, RegisterOperand<kCols>& p,
+                                   float (&sum)[2], Scale scale) const {
         float sums[2][2];  // four chains of additions
 #pragma unroll
         for (int i = 0; i < 2; ++i) sums[i][0] = sums[i][1] = 0.f;

@@ -4,8 +4,7 @@
 
 #include "kernels/common/launch.cuh"
 #include "plan/workspace_rows.cuh"
-#include "problem/sequences.cuh"
-#include "tile/copy.cuh"
+#include "problem/key_rows.cuh"
 
 namespace flash_ext {
 
@@ -19,10 +18,8 @@ __global__ void __launch_bounds__(DQ::kThreads)
     const uint32_t shared = ptx::shared_address(dynamic_shared());
     DQ::fetch_dq(params, sequence, head, q_tile, shared);
     __syncthreads();  // the tile is complete
-    const int first_query = q_tile * DQ::kBlockQ;
-    const auto dq =
-        global_tile<typename DQ::Element>(params.dq, sequence.batch, sequence.q_begin + first_query,
-                                          head, sequence.seqlen_q - first_query, params.head_dim);
+    const auto dq = query_rows<typename DQ::Element>(params.dq, sequence, head,
+                                                     q_tile * DQ::kBlockQ, params.head_dim);
     store_tile<typename DQ::QTile, DQ::kThreads, DQ::kBlockQ, DQ::kUnaligned>(dq, shared, 0,
                                                                               params.aligned);
 }

@@ -18,36 +18,36 @@ namespace flash_ext {
 
 // Natural logarithm of 2^max sum, where `sum` is the sum of P. Only a row without keys has the sum
 // 0. A NaN stays a NaN.
-__device__ __forceinline__ float log_sum_exp(float max, float sum) {
+FLASH_DEVICE float log_sum_exp(float max, float sum) {
     return sum == 0.f ? -INFINITY : max * kLn2 + log2f(sum) * kLn2;
 }
 
 // Reductions over all lanes.
-__device__ __forceinline__ float warp_max(float x) {
+FLASH_DEVICE float warp_max(float x) {
 #pragma unroll
     for (int offset = 16; offset > 2; offset /= 2)
         x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, offset));
     return quad_max(x);
 }
 
-__device__ __forceinline__ float warp_sum(float x) {
+FLASH_DEVICE float warp_sum(float x) {
 #pragma unroll
     for (int offset = 16; offset > 2; offset /= 2) x += __shfl_xor_sync(0xffffffff, x, offset);
     return quad_sum(x);
 }
 
 // A row without keys has no maximum; any finite number prevents -inf - max from becoming NaN.
-__device__ __forceinline__ float finite_max(float max) { return max == -INFINITY ? 0.f : max; }
+FLASH_DEVICE float finite_max(float max) { return max == -INFINITY ? 0.f : max; }
 
 // The scale of scores that include it.
 struct Unscaled {
-    __device__ __forceinline__ constexpr operator float() const { return 1.f; }
+    FLASH_DEVICE constexpr operator float() const { return 1.f; }
 };
 
 // The factor from scores to exponents of 2. A kernel that changes scores multiplies them before it
 // masks them (the scale may be zero or negative), the others inside the exponent.
 template <OptionSet kOptions>
-__device__ __forceinline__ auto exponent_scale(const AttentionParams& params) {
+FLASH_DEVICE auto exponent_scale(const AttentionParams& params) {
     if constexpr (changes_scores(kOptions)) {
         return Unscaled{};
     } else {
@@ -58,7 +58,7 @@ __device__ __forceinline__ auto exponent_scale(const AttentionParams& params) {
 // Rounded up: no P is above 1, so P of finite scores is finite. Only NaN and infinite scores make a
 // row NaN.
 template <class Scale>
-__device__ __forceinline__ float round_up(float score, Scale scale) {
+FLASH_DEVICE float round_up(float score, Scale scale) {
     if constexpr (std::is_same_v<Scale, Unscaled>) {
         return score;
     } else {
@@ -71,21 +71,19 @@ inline constexpr float kLargeMax = 0x1p27f;
 
 // Must scores be centered before the FMA? Also true for a row that has seen no key, whose m is
 // -inf.
-__device__ __forceinline__ bool is_large(float max) { return !(fabsf(max) < kLargeMax); }
+FLASH_DEVICE bool is_large(float max) { return !(fabsf(max) < kLargeMax); }
 
 // What the FMA of P subtracts: m, or 0 from centered scores.
-__device__ __forceinline__ float subtrahend(float max) { return is_large(max) ? 0.f : max; }
+FLASH_DEVICE float subtrahend(float max) { return is_large(max) ? 0.f : max; }
 
 // The same for scores that may exceed m and are not centered. -inf if they must be: then P is
 // infinite or NaN, which tells the caller.
-__device__ __forceinline__ float stale_subtrahend(float max) {
-    return is_large(max) ? -INFINITY : max;
-}
+FLASH_DEVICE float stale_subtrahend(float max) { return is_large(max) ? -INFINITY : max; }
 
 // If m is large, replaces the scores of row 16 m + lane_row() + 8 i: by 0 if they count, or else by
 // numbers whose P are 0.
 template <class Scores, class Scale>
-__device__ __forceinline__ void center_large(Scores& s, int m, int i, float max, Scale scale) {
+FLASH_DEVICE void center_large(Scores& s, int m, int i, float max, Scale scale) {
     if (!is_large(max)) [[likely]]
         return;
     s.map_row(m, i, [&](float x) {
@@ -96,8 +94,8 @@ __device__ __forceinline__ void center_large(Scores& s, int m, int i, float max,
 // Row 16 m + lane_row() + 8 i of P from its scores: 2^(s scale - subtracted). Returns `sum` and the
 // sum of this lane's P.
 template <class Scores, class Scale>
-__device__ __forceinline__ float exponentiate_row(Scores& s, int m, int i, Scale scale,
-                                                  float subtracted, float sum) {
+FLASH_DEVICE float exponentiate_row(Scores& s, int m, int i, Scale scale, float subtracted,
+                                    float sum) {
     s.map_row(m, i, [&](float x) {
         const float p = ptx::ex2(x * scale - subtracted);
         sum += p;
@@ -108,9 +106,8 @@ __device__ __forceinline__ float exponentiate_row(Scores& s, int m, int i, Scale
 
 // Dropout, for tiles whose rows are queries: P becomes 0, or p_factor P.
 template <OptionSet kOptions, class Scores>
-__device__ __forceinline__ void drop(Scores& p, const AttentionParams& params,
-                                     const Sequence& sequence, int head, int first_query,
-                                     int first_key) {
+FLASH_DEVICE void drop(Scores& p, const AttentionParams& params, const Sequence& sequence, int head,
+                       int first_query, int first_key) {
     if constexpr (contains(kOptions, OptionSet::kDropout)) {
         if (params.rng_state == nullptr) return;
         for_each_keep<Scores>(dropout_mask(params, sequence, head), first_query, first_key,
@@ -131,7 +128,7 @@ struct OnlineSoftmax {
     float row_max[kM][2];  // m; -inf until the row has seen a key
     float row_sum[kM][2];  // this lane's share
 
-    __device__ __forceinline__ OnlineSoftmax() {
+    FLASH_DEVICE OnlineSoftmax() {
         for_each_row<kRows>([&](int m, int i, int) {
             row_max[m][i] = -INFINITY;
             row_sum[m][i] = 0.f;
@@ -139,18 +136,18 @@ struct OnlineSoftmax {
     }
 
     // A score that every row has before its first key, with the value 0: it counts only in the sum.
-    __device__ __forceinline__ void begin_with(float score) {
+    FLASH_DEVICE void begin_with(float score) {
         for_each_row<kRows>([&](int m, int i, int) { begin_with(score, m, i); });
     }
     // The same for row 16 m + lane_row() + 8 i.
-    __device__ __forceinline__ void begin_with(float score, int m, int i) {
+    FLASH_DEVICE void begin_with(float score, int m, int i) {
         row_max[m][i] = score;
         row_sum[m][i] = lane_col() == 0 ? 1.f : 0.f;
     }
 
     // m as it becomes with scores up to `score`; returns the factor of what has the old m.
     template <class Scale>
-    __device__ __forceinline__ float raise_max(float score, int m, int i, Scale scale) {
+    FLASH_DEVICE float raise_max(float score, int m, int i, Scale scale) {
         const float old = row_max[m][i];
         row_max[m][i] = fmaxf(old, round_up(score, scale));
         const float factor = old == row_max[m][i] ? 1.f : ptx::ex2(old - row_max[m][i]);
@@ -160,7 +157,7 @@ struct OnlineSoftmax {
 
     // Replaces scores s by P, and updates O and the sums.
     template <class Scores, class Output, class Scale>
-    __device__ __forceinline__ void update(Scores& s, Output& o, Scale scale) {
+    FLASH_DEVICE void update(Scores& s, Output& o, Scale scale) {
         float tile_max[kM][2], subtracted[kM][2];
         bool rescale = false;
         for_each_row<kRows>([&](int m, int i, int) {
@@ -181,22 +178,16 @@ struct OnlineSoftmax {
     }
 
     // After the last tile: row_sum becomes that of the whole row, in every lane of its quad.
-    __device__ __forceinline__ void finish() {
+    FLASH_DEVICE void finish() {
         for_each_row<kRows>([&](int m, int i, int) { row_sum[m][i] = quad_sum(row_sum[m][i]); });
     }
 
     // Of row 16 m + lane_row() + 8 i, where i need not be a compile-time constant.
-    __device__ __forceinline__ float max(int m, int i) const {
-        return i == 0 ? row_max[m][0] : row_max[m][1];
-    }
-    __device__ __forceinline__ float sum(int m, int i) const {
-        return i == 0 ? row_sum[m][0] : row_sum[m][1];
-    }
-    __device__ __forceinline__ float lse(int m, int i) const {
-        return log_sum_exp(max(m, i), sum(m, i));
-    }
+    FLASH_DEVICE float max(int m, int i) const { return i == 0 ? row_max[m][0] : row_max[m][1]; }
+    FLASH_DEVICE float sum(int m, int i) const { return i == 0 ? row_sum[m][0] : row_sum[m][1]; }
+    FLASH_DEVICE float lse(int m, int i) const { return log_sum_exp(max(m, i), sum(m, i)); }
 
-    __device__ __forceinline__ float inverse_sum(int m, int i) const {
+    FLASH_DEVICE float inverse_sum(int m, int i) const {
         return row_sum[m][i] == 0.f ? 0.f : ptx::rcp(row_sum[m][i]);
     }
 };

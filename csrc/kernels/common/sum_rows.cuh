@@ -29,16 +29,15 @@ struct LaneBits {
     static constexpr int kWords = kAlike ? kLaneColumns / 2 : kLaneColumns;
     alignas(16) uint32_t words[kWords];
 
-    static __device__ __forceinline__ bool is_float(ResultType type) {
+    static FLASH_DEVICE bool is_float(ResultType type) {
         return !kAlike && type == ResultType::kFloat32;
     }
-    static __device__ __forceinline__ bool is_half(ResultType type) {
+    static FLASH_DEVICE bool is_half(ResultType type) {
         return kAlike ? std::is_same_v<Element, __half> : type == ResultType::kFloat16;
     }
 
     // `whole`: eight columns on a boundary of 16 bytes. Without it, the first `valid` of them.
-    __device__ __forceinline__ void load(const char* source, ResultType type, bool whole,
-                                         int valid) {
+    FLASH_DEVICE void load(const char* source, ResultType type, bool whole, int valid) {
         if (kAlike || whole) {
             const auto* x = reinterpret_cast<const uint4*>(source);
             four_words(0) = x[0];
@@ -52,7 +51,7 @@ struct LaneBits {
         }
     }
 
-    __device__ __forceinline__ void store(char* target, ResultType type, bool whole, int valid) {
+    FLASH_DEVICE void store(char* target, ResultType type, bool whole, int valid) {
         if (kAlike || whole) {
             auto* x = reinterpret_cast<uint4*>(target);
             x[0] = four_words(0);
@@ -71,7 +70,7 @@ struct LaneBits {
         }
     }
 
-    __device__ __forceinline__ void to_floats(float (&x)[kLaneColumns], ResultType type) const {
+    FLASH_DEVICE void to_floats(float (&x)[kLaneColumns], ResultType type) const {
         const bool half = is_half(type);
 #pragma unroll
         for (int i = 0; i < kLaneColumns; i += 2) {
@@ -88,7 +87,7 @@ struct LaneBits {
     }
 
     // What to_floats reads.
-    __device__ __forceinline__ void set(const float (&x)[kLaneColumns], ResultType type) {
+    FLASH_DEVICE void set(const float (&x)[kLaneColumns], ResultType type) {
         const bool half = is_half(type);
 #pragma unroll
         for (int i = 0; i < kLaneColumns; ++i) {
@@ -102,7 +101,7 @@ struct LaneBits {
     }
 
  private:
-    __device__ __forceinline__ uint4& four_words(int first) {
+    FLASH_DEVICE uint4& four_words(int first) {
         return reinterpret_cast<uint4&>(words[first % kWords]);
     }
 };
@@ -117,7 +116,7 @@ FLASH_HOST_DEVICE constexpr int lanes_per_row(int head_dim) {
 // From the lse of parts to their weights; returns the lse of all. A part without any key has no
 // weight: there may be anything in its result.
 template <int kParts>
-__device__ __forceinline__ float weigh(float (&weight)[kParts], bool (&has)[kParts]) {
+FLASH_DEVICE float weigh(float (&weight)[kParts], bool (&has)[kParts]) {
     float max = -INFINITY;
     float sum = 0.f;
 #pragma unroll

@@ -16,7 +16,7 @@ struct TileCoord {
 };
 
 template <bool kMayBeVarlen>
-__device__ __forceinline__ Sequence warp_uniform(const Sequence& s) {
+FLASH_DEVICE Sequence warp_uniform(const Sequence& s) {
     if constexpr (!kMayBeVarlen) return s;
     using ptx::warp_uniform;
     return {warp_uniform(s.batch),   warp_uniform(s.seq_idx),  warp_uniform(s.q_begin),
@@ -25,7 +25,7 @@ __device__ __forceinline__ Sequence warp_uniform(const Sequence& s) {
 }
 
 template <bool kMayBeVarlen>
-__device__ __forceinline__ SequenceTile warp_uniform(const SequenceTile& tile) {
+FLASH_DEVICE SequenceTile warp_uniform(const SequenceTile& tile) {
     if constexpr (!kMayBeVarlen) return tile;
     return {warp_uniform<true>(tile.sequence), ptx::warp_uniform(tile.tile)};
 }

@@ -25,7 +25,7 @@ using Fa1BackwardTile = BackwardTile<Element, kHeadDim, kHeadDimV, kOptions,
 
 // Q, dO, lse and delta of a Q tile.
 template <class Tile>
-__device__ __forceinline__ void load_q_tile(const Tile& cta, const QTileWalk& walk) {
+FLASH_DEVICE void load_q_tile(const Tile& cta, const QTileWalk& walk) {
     cta.load_q(walk);
     cta.load_do(walk);
     cta.load_statistics(walk);

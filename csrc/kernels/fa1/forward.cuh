@@ -106,7 +106,7 @@ struct Fa1Forward {
     TeamStorage& storage;
     int64_t first_tile;  // the number of Q tile 0 in the workspaces
 
-    __device__ __forceinline__ Fa1Forward(const ForwardParams& p, int flat_head)
+    FLASH_DEVICE Fa1Forward(const ForwardParams& p, int flat_head)
         : params(p),
           head(flat_head % p.heads_q),
           sequence(warp_uniform<kMayBeVarlen>(sequence_of<kMayBeVarlen>(p, flat_head / p.heads_q))),
@@ -121,16 +121,14 @@ struct Fa1Forward {
           first_tile(workspace_tile(p, sequence, head, 0, tile_numbers(p, p.seqlen_q, kBlockQ),
                                     kBlockQ)) {}
 
-    __device__ __forceinline__ void team_barrier() const {
-        ptx::barrier_sync(1 + team, kTeamThreads);
-    }
+    FLASH_DEVICE void team_barrier() const { ptx::barrier_sync(1 + team, kTeamThreads); }
 
     // The KV tiles that a Q tile sees, which tell its first visit and its last.
-    __device__ __forceinline__ VisibleTiles seen_by(int q_tile) const {
+    FLASH_DEVICE VisibleTiles seen_by(int q_tile) const {
         return VisibleTiles::of_queries(mask, tile_interval(q_tile, kBlockQ), kBlockKV);
     }
 
-    __device__ __forceinline__ void load_kv(int kv_tile) const {
+    FLASH_DEVICE void load_kv(int kv_tile) const {
         const int first_key = kv_tile * kBlockKV;
         const int head_k = key_head(params, head);
         const KeyRows keys = key_rows(params, sequence);
@@ -142,14 +140,15 @@ struct Fa1Forward {
             keys.tile<Element>(params.v, head_k, first_key, params.head_dim_v), params.aligned);
     }
 
-    __device__ __forceinline__ void load_q(int q_tile) const {
+    FLASH_DEVICE void load_q(int q_tile) const {
         load_tile<QTile, kTeamThreads, kUnaligned>(
             ptx::shared_address(storage.q),
-            rows_of<const Element>(params.q, q_tile, params.head_dim), params.aligned);
+            query_rows<const Element>(params.q, sequence, head, q_tile * kBlockQ, params.head_dim),
+            params.aligned);
     }
 
     // Line 8: fetches O_i, m_i and l_i. At the first visit of a Q tile O_i is 0.
-    __device__ __forceinline__ void load_state(int q_tile, bool first_visit) const {
+    FLASH_DEVICE void load_state(int q_tile, bool first_visit) const {
         const float4* o = o_in_hbm(q_tile);
 #pragma unroll
         for (int f = 0; f < kFragments; ++f)
@@ -162,8 +161,8 @@ struct Fa1Forward {
     }
 
     // Lines 9 to 11: the warp's scores, masked; its row maxima go to shared memory.
-    __device__ __forceinline__ void compute_scores(Scores& rS, const VisibleTiles& q_tiles, int i,
-                                                   int kv_tile) const {
+    FLASH_DEVICE void compute_scores(Scores& rS, const VisibleTiles& q_tiles, int i,
+                                     int kv_tile) const {
         const Interval queries = tile_interval(q_tiles.tile(i), kBlockQ);
         const int warp_key = warp * kKeysPerWarp;
         const int first_key = kv_tile * kBlockKV + warp_key;
@@ -183,8 +182,7 @@ struct Fa1Forward {
     }
 
     // Line 12: P from S with the maxima of all keys; P and its row sums go to shared memory.
-    __device__ __forceinline__ void exponentiate(Scores& rS, RowValues& tile_max, int q_tile,
-                                                 int kv_tile) const {
+    FLASH_DEVICE void exponentiate(Scores& rS, RowValues& tile_max, int q_tile, int kv_tile) const {
         const auto scale = exponent_scale<kOptions>(params);
         for_each_row<kBlockQ>([&](int m, int i, int row) {
             float x = storage.of_warps[0].row_max[row];
@@ -204,7 +202,7 @@ struct Fa1Forward {
     }
 
     // The warp's columns of P V_j.
-    __device__ __forceinline__ void multiply_v(Output& rO) const {
+    FLASH_DEVICE void multiply_v(Output& rO) const {
         rO.clear();
         gemm<Element, kBlockKV>(
             rO, AFromRows<PTile>(ptx::shared_address(storage.p)),
@@ -212,7 +210,7 @@ struct Fa1Forward {
     }
 
     // m_i and l_i. At the first visit of a Q tile they were not fetched.
-    __device__ __forceinline__ RowState old_state(bool first_visit) const {
+    FLASH_DEVICE RowState old_state(bool first_visit) const {
         RowState state;
         for_each_row<kBlockQ>([&](int m, int i, int row) {
             state.max[m][i] = first_visit ? first_max : storage.statistics.row_max[row];
@@ -222,8 +220,7 @@ struct Fa1Forward {
     }
 
     // Lines 13 and 15: m_new, l_new, and from P V_j the new O_i.
-    __device__ __forceinline__ void update(Output& rO, RowState& state,
-                                           const RowValues& tile_max) const {
+    FLASH_DEVICE void update(Output& rO, RowState& state, const RowValues& tile_max) const {
         RowValues old_factor, new_factor;
         for_each_row<kBlockQ>([&](int m, int i, int row) {
             float tile_sum = 0.f;
@@ -251,8 +248,7 @@ struct Fa1Forward {
     }
 
     // Lines 15 and 16: O_i, m_i and l_i to HBM. Every warp has m_i and l_i, one writes.
-    __device__ __forceinline__ void store_state(Output& rO, const RowState& state,
-                                                int q_tile) const {
+    FLASH_DEVICE void store_state(Output& rO, const RowState& state, int q_tile) const {
         float4* o = o_in_hbm(q_tile);
         for_each_fragment(rO, [&](float (&x)[4], int f, int) {
             o[32 * f] = make_float4(x[0], x[1], x[2], x[3]);
@@ -266,15 +262,15 @@ struct Fa1Forward {
     }
 
     // At the last visit: the output, through the memory of P, and the logsumexp.
-    __device__ __forceinline__ void store_out(const Output& rO, const RowState& state,
-                                              int q_tile) const {
+    FLASH_DEVICE void store_out(const Output& rO, const RowState& state, int q_tile) const {
         using OTile = OTile;
         const uint32_t sO = ptx::shared_address(storage.p);
         team_barrier();  // all warps have read P
         store_to_shared<Element, OTile>(sO, rO, 0, warp * (Output::kCols / 16));
         team_barrier();  // O_i is complete
         store_tile<OTile, kTeamThreads, kBlockQ, kUnaligned>(
-            rows_of<Element>(params.out, q_tile, params.head_dim_v), sO, 0, params.aligned);
+            query_rows<Element>(params.out, sequence, head, q_tile * kBlockQ, params.head_dim_v),
+            sO, 0, params.aligned);
         if (warp != 0 || lane_col() != 0) return;
         float* lse = params.lse + statistics_offset(params, sequence, head);
         for_each_row<kBlockQ>([&](int m, int i, int row) {
@@ -285,30 +281,22 @@ struct Fa1Forward {
     }
 
  private:
-    template <class T>
-    __device__ __forceinline__ GlobalTile<T> rows_of(const TensorView& view, int q_tile,
-                                                     int cols) const {
-        const int first_query = q_tile * kBlockQ;
-        return global_tile<T>(view, sequence.batch, sequence.q_begin + first_query, head,
-                              sequence.seqlen_q - first_query, cols);
-    }
-
     // This lane's fragments of O_i: no other lane uses them. visit(floats, index, m).
     template <class Visit>
-    static __device__ __forceinline__ void for_each_fragment(Output& rO, Visit visit) {
+    static FLASH_DEVICE void for_each_fragment(Output& rO, Visit visit) {
 #pragma unroll
         for (int f = 0; f < kFragments; ++f)
             visit(rO.v[f / Output::kN][f % Output::kN], f, f / Output::kN);
     }
-    __device__ __forceinline__ uint32_t o_fragment(int f) const {
+    FLASH_DEVICE uint32_t o_fragment(int f) const {
         return ptx::shared_address(storage.o) + ((warp * kFragments + f) * 32 + lane_id()) * 16;
     }
-    __device__ __forceinline__ float4* o_in_hbm(int q_tile) const {
+    FLASH_DEVICE float4* o_in_hbm(int q_tile) const {
         return reinterpret_cast<float4*>(params.out_accum +
                                          (first_tile + q_tile) * (kBlockQ * kHeadDimV)) +
                warp * kFragments * 32 + lane_id();
     }
-    __device__ __forceinline__ Statistics& statistics_in_hbm(int q_tile) const {
+    FLASH_DEVICE Statistics& statistics_in_hbm(int q_tile) const {
         return reinterpret_cast<Statistics*>(params.row_statistics)[first_tile + q_tile];
     }
 };

@@ -36,24 +36,24 @@ struct DQSemaphore {
     int q_tile;
 
     // The Q tile's counter of KV tiles that have added their dQ.
-    __device__ __forceinline__ int* counter() const {
+    FLASH_DEVICE int* counter() const {
         return params.dq_semaphore + 1 +
                workspace_row(params, cta.sequence, head, q_tile * Tile::kBlockQ) / kWorkspaceRows;
     }
 
     // How many KV tiles see the Q tile and come before this CTA's.
-    __device__ __forceinline__ int mine() const {
+    FLASH_DEVICE int mine() const {
         return VisibleTiles::of_queries<false>(cta.mask, tile_interval(q_tile, Tile::kBlockQ),
                                                Tile::kBlockKV)
             .count_before(kv_tile);
     }
 
-    __device__ __forceinline__ void wait() const {
+    FLASH_DEVICE void wait() const {
         if (threadIdx.x == 0) ptx::wait_for_count(counter(), mine(), 64);
         __syncthreads();  // what the earlier CTAs have added is visible to all threads
     }
 
-    __device__ __forceinline__ void end() const {
+    FLASH_DEVICE void end() const {
         __syncthreads();  // all threads have issued their additions
         if (threadIdx.x == 0) {
             __threadfence();

@@ -99,7 +99,7 @@ struct Fa2Forward {
     TileCursor<KTile, kThreads, kUnaligned, Element> k_cursor;
     TileCursor<VTile, kThreads, kUnaligned, Element> v_cursor;
 
-    __device__ __forceinline__ Fa2Forward(const ForwardParams& p, const TileCoord& tile_coord)
+    FLASH_DEVICE Fa2Forward(const ForwardParams& p, const TileCoord& tile_coord)
         : params(p),
           head(tile_coord.head),
           sequence(tile_coord.sequence),
@@ -109,14 +109,11 @@ struct Fa2Forward {
           sQ(ptx::shared_address(dynamic_shared())),
           pipeline{sQ + static_cast<uint32_t>(offsetof(SharedStorage, kv))} {}
 
-    static __device__ __forceinline__ SharedStorage& storage() {
-        return shared_storage<SharedStorage>();
-    }
+    static FLASH_DEVICE SharedStorage& storage() { return shared_storage<SharedStorage>(); }
 
     // Of CTA `linear`. The last tile of a sequence comes first: under a causal mask it is the
     // longest.
-    static __device__ __forceinline__ TileCoord tile_coord_of(const ForwardParams& params,
-                                                              int linear) {
+    static FLASH_DEVICE TileCoord tile_coord_of(const ForwardParams& params, int linear) {
         WorkTile work = work_tile(linear, params.schedule);
         if (has_splits(params)) work.tile_index /= params.num_splits;
         const auto [sequence, tile] = warp_uniform<kMayBeVarlen>(
@@ -126,40 +123,39 @@ struct Fa2Forward {
     }
 
     // The same CTA, from its tile coordinates in shared memory.
-    static __device__ __forceinline__ Fa2Forward from_shared(const ForwardParams& params) {
+    static FLASH_DEVICE Fa2Forward from_shared(const ForwardParams& params) {
         return Fa2Forward(params, storage().tile_coord);
     }
 
-    static __device__ __forceinline__ bool has_splits(const ForwardParams& params) {
+    static FLASH_DEVICE bool has_splits(const ForwardParams& params) {
         return kMayHaveSplits && params.num_splits > 1;
     }
 
     // The split of the keys that this CTA takes. Recomputed where it is needed: stored, it would
     // take a register over the loop.
-    __device__ __forceinline__ int split() const {
+    FLASH_DEVICE int split() const {
         if (!has_splits(params)) return 0;
         const int linear = ptx::not_hoisted(blockIdx.x);
         return work_tile(linear, params.schedule).tile_index % params.num_splits;
     }
 
-    __device__ __forceinline__ int head_k() const { return key_head(params, head); }
+    FLASH_DEVICE int head_k() const { return key_head(params, head); }
 
     // The KV tiles that the CTA takes.
-    __device__ __forceinline__ VisibleTiles kv_tiles() const {
+    FLASH_DEVICE VisibleTiles kv_tiles() const {
         const VisibleTiles seen =
             VisibleTiles::of_queries(mask, {first_query, first_query + kBlockQ}, kBlockKV);
         return has_splits(params) ? split_of(seen, split(), params.num_splits) : seen;
     }
 
-    __device__ __forceinline__ void load_q() const {
+    FLASH_DEVICE void load_q() const {
         const auto gQ =
-            global_tile<const Element>(params.q, sequence.batch, sequence.q_begin + first_query,
-                                       head, sequence.seqlen_q - first_query, params.head_dim);
+            query_rows<const Element>(params.q, sequence, head, first_query, params.head_dim);
         load_tile<QTile, kThreads, kUnaligned>(sQ, gQ, params.aligned);
     }
 
     // From here on, each load_k or load_v loads the tile of the index before the last one.
-    __device__ __forceinline__ void start_kv(int kv_tile) {
+    FLASH_DEVICE void start_kv(int kv_tile) {
         const KeyRows keys = key_rows(params, sequence);
         const int first_key = kv_tile * kBlockKV;
         k_cursor.start(keys.tile<Element>(params.k, head_k(), first_key, 0));
@@ -167,30 +163,29 @@ struct Fa2Forward {
     }
     // Into a stage of the pipeline; kAllRows as for TileCursor::load.
     template <bool kAllRows>
-    __device__ __forceinline__ void load_k(const VisibleTiles& kv_tiles, int i, uint32_t stage) {
+    FLASH_DEVICE void load_k(const VisibleTiles& kv_tiles, int i, uint32_t stage) {
         load<kAllRows>(k_cursor, sK(stage), params.k, params.head_dim, kv_tiles, i);
     }
     template <bool kAllRows>
-    __device__ __forceinline__ void load_v(const VisibleTiles& kv_tiles, int i, uint32_t stage) {
+    FLASH_DEVICE void load_v(const VisibleTiles& kv_tiles, int i, uint32_t stage) {
         load<kAllRows>(v_cursor, sV(stage), params.v, params.head_dim_v, kv_tiles, i);
     }
     template <bool kAllRows, class Cursor>
-    __device__ __forceinline__ void load(Cursor& cursor, uint32_t shared, const TensorView& view,
-                                         int cols, const VisibleTiles& kv_tiles, int i) const {
+    FLASH_DEVICE void load(Cursor& cursor, uint32_t shared, const TensorView& view, int cols,
+                           const VisibleTiles& kv_tiles, int i) const {
         const KeyRows keys = key_rows(params, sequence);
         const int first_key = kv_tiles.tile(i) * kBlockKV;
         const int next_key = first_key - kv_tiles.distance(i) * kBlockKV;
         cursor.template load<kAllRows>(shared, view.row_stride, keys.rows - first_key, cols,
                                        params.aligned, keys.step(view, first_key, next_key));
     }
-    __device__ __forceinline__ void commit(uint32_t stage) const {
+    FLASH_DEVICE void commit(uint32_t stage) const {
         pipeline.producer_commit(stage, !kUnaligned || params.aligned);
     }
 
     // S = Q K^T, masked.
-    __device__ __forceinline__ void score(Scores& rS, const QOperand& q,
-                                          const VisibleTiles& kv_tiles, int i,
-                                          uint32_t stage) const {
+    FLASH_DEVICE void score(Scores& rS, const QOperand& q, const VisibleTiles& kv_tiles, int i,
+                            uint32_t stage) const {
         rS.clear();
         gemm<Element, kHeadDim>(rS, q, BFromRows<KTile>(sK(stage)));
         pipeline.consumer_release(stage);
@@ -209,21 +204,20 @@ struct Fa2Forward {
     }
 
     // S becomes P.
-    __device__ __forceinline__ void exponentiate(Scores& rS, Output& rO, Softmax& softmax,
-                                                 int kv_tile) const {
+    FLASH_DEVICE void exponentiate(Scores& rS, Output& rO, Softmax& softmax, int kv_tile) const {
         softmax.update(rS, rO, exponent_scale<kOptions>(params));
         drop<kOptions>(rS, params, sequence, head, first_query + warp_row, kv_tile * kBlockKV);
     }
 
     // O += P V.
-    __device__ __forceinline__ void accumulate(Output& rO, const Scores& rP, uint32_t stage) const {
+    FLASH_DEVICE void accumulate(Output& rO, const Scores& rP, uint32_t stage) const {
         gemm<Element, kBlockKV>(rO, AFromRegisters<Element, Scores>{rP},
                                 BFromColumns<VTile>(sV(stage)));
     }
 
     // O / l to HBM, through the warp's own rows of the Q tile, and the logsumexp; or those of a
     // split of the keys, straight from registers.
-    __device__ __forceinline__ void store(Output& rO, const Softmax& softmax) const {
+    FLASH_DEVICE void store(Output& rO, const Softmax& softmax) const {
         const int first_row = first_query + warp_row;
         const int64_t statistics = statistics_offset(params, sequence, head);
         const bool is_split = has_splits(params);
@@ -256,25 +250,22 @@ struct Fa2Forward {
         store_to_shared<Element, OTile>(sQ, rO, warp_row, 0);
         __syncwarp();  // O's rows are complete
         const auto gO =
-            global_tile<Element>(params.out, sequence.batch, sequence.q_begin + first_row, head,
-                                 sequence.seqlen_q - first_row, params.head_dim_v);
+            query_rows<Element>(params.out, sequence, head, first_row, params.head_dim_v);
         store_tile<OTile, 32, kRowsPerWarp, kUnaligned>(gO, sQ, warp_row, params.aligned);
     }
 
  private:
     // This CTA, with values that depend on its tile coordinates recomputed: otherwise these would
     // stay in registers over the loop.
-    __device__ __forceinline__ Fa2Forward in_loop() const {
+    FLASH_DEVICE Fa2Forward in_loop() const {
         if constexpr (kTileCoordInLoop) return from_shared(params);
         Fa2Forward cta = *this;
         cta.mask.seqlen_k = ptx::not_hoisted(mask.seqlen_k);
         return cta;
     }
 
-    __device__ __forceinline__ uint32_t sV(uint32_t stage) const { return pipeline.stage(stage); }
-    __device__ __forceinline__ uint32_t sK(uint32_t stage) const {
-        return pipeline.stage(stage) + VTile::kBytes;
-    }
+    FLASH_DEVICE uint32_t sV(uint32_t stage) const { return pipeline.stage(stage); }
+    FLASH_DEVICE uint32_t sK(uint32_t stage) const { return pipeline.stage(stage) + VTile::kBytes; }
 };
 
 template <class Kernel>

@@ -97,10 +97,10 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
 
     using Base::Base;
 
-    __device__ __forceinline__ uint32_t ds_tile(uint32_t stage) const {
+    FLASH_DEVICE uint32_t ds_tile(uint32_t stage) const {
         return ptx::shared_address(storage.ds[stage]);
     }
-    __device__ __forceinline__ void store_ds(const Operand& rdS, uint32_t stage) const {
+    FLASH_DEVICE void store_ds(const Operand& rdS, uint32_t stage) const {
         const uint32_t lane = threadIdx.x % 32;
         if constexpr (kTuning.transpose_dq) {
             const uint32_t address = ds_tile(stage) + DSTile::offset(lane / 16 * 8 + lane % 8,
@@ -122,7 +122,7 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
 
     // An operand in the first stage of a pipeline, moved to another stage.
     template <int kStageBytes, class Operand_>
-    static __device__ __forceinline__ Operand_ in_stage(Operand_ operand, uint32_t stage) {
+    static FLASH_DEVICE Operand_ in_stage(Operand_ operand, uint32_t stage) {
         operand.descriptor += stage * (kStageBytes / 16);
         return operand;
     }
@@ -171,7 +171,7 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
     };
 
     // S^T = K Q^T
-    __device__ __forceinline__ void issue_s(State& s, const Operands& x) const {
+    FLASH_DEVICE void issue_s(State& s, const Operands& x) const {
         q_pipeline.consumer_wait(s.q);
         if constexpr (kTuning.by_matmul())
             gemm_async<__nv_bfloat16, 16>(
@@ -181,7 +181,7 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
     }
 
     // dP^T = V dO^T - delta
-    __device__ __forceinline__ void issue_dp(State& s, const Operands& x) const {
+    FLASH_DEVICE void issue_dp(State& s, const Operands& x) const {
         do_pipeline.consumer_wait(s.d);
         if constexpr (kTuning.by_matmul()) {
             gemm_async<__nv_bfloat16, 16>(
@@ -197,7 +197,7 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
     }
 
     // dV += P^T dO, dK += dS^T Q
-    __device__ __forceinline__ void issue_dv_dk(State& s, const Operands& x) const {
+    FLASH_DEVICE void issue_dv_dk(State& s, const Operands& x) const {
         gemm_async<Element, kBlockQ>(
             s.rdV, s.rP, in_stage<DOTile::kBytes>(x.do_columns, s.d_done.stage), s.accumulate);
         const auto q_columns = in_stage<QTile::kBytes>(x.q_columns, s.q_done.stage);
@@ -209,7 +209,7 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
                                          q_columns, s.accumulate);
         }
     }
-    __device__ __forceinline__ void finish_dv_dk(State& s) const {
+    FLASH_DEVICE void finish_dv_dk(State& s) const {
         finish(s.rdV, s.rdK);
         q_pipeline.consumer_release(s.q_done);  // by all threads, if all read lse and delta
         s.q_done.advance();
@@ -218,7 +218,7 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
     }
 
     // This consumer's half of dQ = dS K.
-    __device__ __forceinline__ void issue_dq(State& s, const Operands& x) const {
+    FLASH_DEVICE void issue_dq(State& s, const Operands& x) const {
         if constexpr (kTuning.transpose_dq) {
             gemm_async<Element, kBlockKV>(s.rdQ, x.k_columns,
                                           in_stage<DSTile::kBytes>(x.ds_rows, s.ds), false);
@@ -228,21 +228,22 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
         }
     }
 
-    __device__ __forceinline__ WarpScores<Element, Rows::kKeys, kOptions> warp_scores(
-        const KeyTile& tile, const QTilePosition& at, int col = 0) const {
+    FLASH_DEVICE WarpScores<Element, Rows::kKeys, kOptions> warp_scores(const KeyTile& tile,
+                                                                        const QTilePosition& at,
+                                                                        int col = 0) const {
         return {params, tile.sequence, at.head, tile.first_key + warp_key,
                 tile.q_tiles.tile(at.i) * kBlockQ + col};
     }
 
     // P^T = 2^(S^T scale - lse)
-    __device__ __forceinline__ void probabilities(State& s, const KeyTile& tile) const {
+    FLASH_DEVICE void probabilities(State& s, const KeyTile& tile) const {
         warp_scores(tile, s.at)
             .probabilities(s.rS, storage.lse[s.q.stage],
                            s.at.i < s.full.begin || s.at.i >= s.full.end, tile.large_lse);
     }
 
     // dS^T = P^T * (dP^T - delta), and both rounded to operands.
-    __device__ __forceinline__ void softmax_gradient(State& s, const KeyTile& tile) const {
+    FLASH_DEVICE void softmax_gradient(State& s, const KeyTile& tile) const {
         const auto& lse = storage.lse[s.q.stage];
         using Piece = RegisterTile<16, 8>;  // ptxas 13.0: wider ones serialize wgmma at d 64
         const bool softcap = contains(kOptions, OptionSet::kSoftcap) && params.softcap != 0.f;
@@ -264,11 +265,11 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
 
     // This consumer's half of dQ, to shared memory; then the producer adds it. `stored`: is there
     // any?
-    __device__ __forceinline__ void store_dq(const State& s) const {
+    FLASH_DEVICE void store_dq(const State& s) const {
         dq_pipeline(consumer).producer_acquire(s.dq);
         DQTile::store(storage.dq[consumer].bytes[s.dq.stage], s.rdQ, consumer);
     }
-    __device__ __forceinline__ void commit_dq(State& s, bool stored = true) const {
+    FLASH_DEVICE void commit_dq(State& s, bool stored = true) const {
         ptx::fence_proxy_async();
         __syncwarp();
         if (elected && stored) dq_pipeline(consumer).producer_commit(s.dq);
@@ -276,21 +277,20 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
     }
 
     // Both consumers wait until both have written dS and completed the dQ of the iteration before.
-    __device__ __forceinline__ void wait_ds(const State& s) const {
+    FLASH_DEVICE void wait_ds(const State& s) const {
         ptx::mbarrier_wait(ds_barrier(s.ds), s.ds_phase);
     }
-    __device__ __forceinline__ void commit_ds(const State& s) const {
+    FLASH_DEVICE void commit_ds(const State& s) const {
         __syncwarp();
         if (elected) ptx::mbarrier_arrive(ds_barrier(s.ds));
     }
-    static __device__ __forceinline__ void next_ds(State& s) {
+    static FLASH_DEVICE void next_ds(State& s) {
         s.ds_phase ^= s.ds;
         s.ds ^= 1;
     }
 
     // S, P, dP and dS of the first Q tile.
-    __device__ __forceinline__ void first_iteration(State& s, const Operands& x,
-                                                    const KeyTile& tile) const {
+    FLASH_DEVICE void first_iteration(State& s, const Operands& x, const KeyTile& tile) const {
         k_pipeline.consumer_wait(s.kv);
         Order::wait(consumer);
         issue_s(s, x);
@@ -307,8 +307,7 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
     }
 
     // S, P, dP and dS of the next Q tile; dV, dK and dQ of this one.
-    __device__ __forceinline__ void iterate(State& s, const Operands& x,
-                                            const KeyTile& tile) const {
+    FLASH_DEVICE void iterate(State& s, const Operands& x, const KeyTile& tile) const {
         s.q.advance();
         s.d.advance();
         s.at.advance(s.q_tiles);
@@ -337,8 +336,7 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
     }
 
     // dV, dK and dQ of the last Q tile, and the results.
-    __device__ __forceinline__ void finish_tile(State& s, const Operands& x,
-                                                const KeyTile& tile) const {
+    FLASH_DEVICE void finish_tile(State& s, const Operands& x, const KeyTile& tile) const {
         v_pipeline.consumer_release(s.kv);
         issue_dv_dk(s, x);
         if (kTuning.late_fences()) commit_dq(s, s.accumulate);
@@ -360,7 +358,7 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
     }
 
     // A KV tile that no query sees.
-    __device__ __forceinline__ void store_no_gradient(const State& s, const KeyTile& tile) const {
+    FLASH_DEVICE void store_no_gradient(const State& s, const KeyTile& tile) const {
         k_pipeline.consumer_wait(s.kv);
         v_pipeline.consumer_wait(s.kv);
         k_pipeline.consumer_release(s.kv);
@@ -371,7 +369,7 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
             params, gradient_rows<Element>(params.dv, tile, warp_key, params.head_dim_v));
     }
 
-    __device__ __forceinline__ void consume() const {
+    FLASH_DEVICE void consume() const {
         Scores rS, rdP;
         Operand rP, rdS;
         GradientK rdK;

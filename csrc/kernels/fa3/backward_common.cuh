@@ -34,7 +34,7 @@ struct QTilePosition {
     int i;  // of the Q tile among the visible ones
     int head;
 
-    __device__ __forceinline__ void advance(const VisibleTiles& q_tiles) {
+    FLASH_DEVICE void advance(const VisibleTiles& q_tiles) {
         if (++i == q_tiles.end) {
             i = q_tiles.begin;
             ++head;
@@ -44,8 +44,8 @@ struct QTilePosition {
 
 // The indices of the Q tiles that see all of the 64 keys from first_key on, so that scores need
 // neither mask nor reference.
-__device__ __forceinline__ Interval full_q_tiles(const BackwardParams& params, const KeyTile& tile,
-                                                 int first_key, int block_q) {
+FLASH_DEVICE Interval full_q_tiles(const BackwardParams& params, const KeyTile& tile, int first_key,
+                                   int block_q) {
     if (tile.large_lse) return {0, 0};
     return tile.q_tiles.seeing_all(mask_of(params, tile.sequence), {first_key, first_key + 64},
                                    block_q);
@@ -53,8 +53,8 @@ __device__ __forceinline__ Interval full_q_tiles(const BackwardParams& params, c
 
 // A warp's rows of dQ, from row `row` of the Q tile on.
 template <class Element>
-__device__ __forceinline__ GlobalTile<Element> dq_rows(const BackwardParams& params,
-                                                       const QueryTile& tile, int row) {
+FLASH_DEVICE GlobalTile<Element> dq_rows(const BackwardParams& params, const QueryTile& tile,
+                                         int row) {
     const Sequence& s = tile.sequence;
     const int first = tile.first_query + row;
     return global_tile<Element>(params.dq, s.batch, s.q_begin + first, tile.head,
@@ -63,7 +63,7 @@ __device__ __forceinline__ GlobalTile<Element> dq_rows(const BackwardParams& par
 
 // Waits until matmuls are complete: all but kPending groups that were started after them.
 template <int kPending = 0, class... Accumulators>
-__device__ __forceinline__ void finish(Accumulators&... accumulators) {
+FLASH_DEVICE void finish(Accumulators&... accumulators) {
     ptx::wgmma_wait<kPending>();
     (warpgroup_fence(accumulators), ...);
 }
@@ -83,8 +83,8 @@ struct WarpScores {
     // From S to P, with lse of each query. With StatisticsRows, lse / scale has been subtracted by
     // a matmul. masked: do the scores need the mask? If large_lse, they count as masked.
     template <class Scores, class Statistic>
-    __device__ __forceinline__ void probabilities(Scores& s, const Statistic* lse, bool masked,
-                                                  bool large_lse) const {
+    FLASH_DEVICE void probabilities(Scores& s, const Statistic* lse, bool masked,
+                                    bool large_lse) const {
         if constexpr (changes_scores(kOptions)) {
             // In pieces of 32 columns, since softcap takes registers.
             using Piece = RegisterTile<16, 32>;
@@ -123,8 +123,7 @@ struct WarpScores {
 
     // From the gradient of the scores after softcap to the gradient of the scores before it.
     template <class Scores, class LseOfQuery>
-    __device__ __forceinline__ void softcap_gradient(Scores& ds, const Scores& p,
-                                                     LseOfQuery lse_of) const {
+    FLASH_DEVICE void softcap_gradient(Scores& ds, const Scores& p, LseOfQuery lse_of) const {
         Function{params, sequence, head}.softcap_gradient(ds, p, first_row, first_col, lse_of);
     }
 };

@@ -62,12 +62,8 @@ namespace flash_ext {
 template <int kPairs>
 struct PoolState : PipelineState<kPairs> {
     using Stage = PipelineState<2 * kPairs>;  // of the pool
-    __device__ __forceinline__ Stage q() const {
-        return {2 * this->stage + this->phase, this->phase};
-    }
-    __device__ __forceinline__ Stage dout() const {
-        return {2 * this->stage + (this->phase ^ 1), this->phase};
-    }
+    FLASH_DEVICE Stage q() const { return {2 * this->stage + this->phase, this->phase}; }
+    FLASH_DEVICE Stage dout() const { return {2 * this->stage + (this->phase ^ 1), this->phase}; }
 };
 
 // A tile of dS^T: 64 keys, 64 queries.
@@ -83,8 +79,8 @@ struct DSWorkspace {
     DSWorkspaceTiles tiles;
 
     template <class Element>
-    __device__ __forceinline__ char* tile(const AttentionParams& params, int batch, int head_q,
-                                          int q_tile, int kv_tile) const {
+    FLASH_DEVICE char* tile(const AttentionParams& params, int batch, int head_q, int q_tile,
+                            int kv_tile) const {
         const int group = params.heads_q / params.heads_k;
         const int head = batch * params.heads_q + head_q - first_head * group;
         return data + (head * tiles.first(tiles.q_tiles) + tiles.first(q_tile) + kv_tile) *
@@ -145,10 +141,10 @@ struct Fa3BackwardDKDV : Fa3Cta<Fa3BackwardWideParams, KeyTile> {
     VPipeline v_pipeline{storage.v, storage.v_barriers};
     PPipeline p_pipeline{storage.p, storage.p_barriers};
 
-    __device__ __forceinline__ explicit Fa3BackwardDKDV(const Params& p)
+    FLASH_DEVICE explicit Fa3BackwardDKDV(const Params& p)
         : Fa3Cta(p, shared_storage<SharedStorage>().work_tiles) {}
 
-    __device__ __forceinline__ void init() const {
+    FLASH_DEVICE void init() const {
         pool.init(2 * 128);  // all threads, since all read lse or delta
         k_pipeline.init(4);
         v_pipeline.init(4);
@@ -156,17 +152,17 @@ struct Fa3BackwardDKDV : Fa3Cta<Fa3BackwardWideParams, KeyTile> {
         p_pipeline.init(128, 128);
     }
 
-    __device__ __forceinline__ void begin() const {
+    FLASH_DEVICE void begin() const {
         ptx::wait_for_grid_before();  // lse and delta are complete
         ptx::launch_dependents();
     }
 
-    __device__ __forceinline__ bool stores_ds() const { return params.ds_workspace.heads > 0; }
+    FLASH_DEVICE bool stores_ds() const { return params.ds_workspace.heads > 0; }
 
     // --- Producer ---
 
     // Fetches the KV tiles.
-    __device__ __forceinline__ void produce_tiles() const {
+    FLASH_DEVICE void produce_tiles() const {
         fetch_work_tiles([&](KeyTile& tile, int linear) {
             WorkTile work = work_tile(linear, params.schedule);
             if (stores_ds()) {
@@ -179,7 +175,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Fa3BackwardWideParams, KeyTile> {
         });
     }
 
-    __device__ __forceinline__ void produce_q_do() const {
+    FLASH_DEVICE void produce_q_do() const {
         IterationState at;
         work_tiles.for_each([&](const KeyTile& tile) {
             if (tile.q_tiles.empty()) {
@@ -208,9 +204,9 @@ struct Fa3BackwardDKDV : Fa3Cta<Fa3BackwardWideParams, KeyTile> {
 
     // A Q or dO tile and its lse or delta.
     template <class Tile>
-    __device__ __forceinline__ void load(const PoolStage& at, const CUtensorMap& map,
-                                         const TensorRows& rows, int first_row, const float* source,
-                                         int64_t workspace, int stored) const {
+    FLASH_DEVICE void load(const PoolStage& at, const CUtensorMap& map, const TensorRows& rows,
+                           int first_row, const float* source, int64_t workspace,
+                           int stored) const {
         load_tile<Tile>(pool, at, map, rows, first_row, [&] {
             return RowStatisticsLoad<float, kBlockQ>{storage.statistics[at.stage],
                                                      source + workspace + first_row,
@@ -218,7 +214,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Fa3BackwardWideParams, KeyTile> {
         });
     }
 
-    __device__ __forceinline__ void produce_kv() const {
+    FLASH_DEVICE void produce_kv() const {
         typename KPipeline::State k;
         typename VPipeline::State v;
         work_tiles.for_each([&](const KeyTile& tile) {
@@ -234,7 +230,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Fa3BackwardWideParams, KeyTile> {
         });
     }
 
-    __device__ __forceinline__ void produce() const {
+    FLASH_DEVICE void produce() const {
         if (warp_id() == 0) produce_q_do();
         if (warp_id() == 1) produce_kv();
         if (warp_id() == 2) produce_tiles();
@@ -268,21 +264,21 @@ struct Fa3BackwardDKDV : Fa3Cta<Fa3BackwardWideParams, KeyTile> {
         Interval full{};          // consumer dV: indices
         char* ds = nullptr;       // consumer dK: the tile in the workspace
 
-        static __device__ __forceinline__ PoolStage scores_stage(const IterationState& at) {
+        static FLASH_DEVICE PoolStage scores_stage(const IterationState& at) {
             return kConsumer == kDV ? at.q() : at.dout();
         }
-        static __device__ __forceinline__ PoolStage gradient_stage(const IterationState& at) {
+        static FLASH_DEVICE PoolStage gradient_stage(const IterationState& at) {
             return kConsumer == kDV ? at.dout() : at.q();
         }
     };
     using DV = State<kDV>;
     using DK = State<kDK>;
 
-    __device__ __forceinline__ const KPipeline& keys(const DV&) const { return k_pipeline; }
-    __device__ __forceinline__ const VPipeline& keys(const DK&) const { return v_pipeline; }
+    FLASH_DEVICE const KPipeline& keys(const DV&) const { return k_pipeline; }
+    FLASH_DEVICE const VPipeline& keys(const DK&) const { return v_pipeline; }
 
     template <Consumer kConsumer>
-    __device__ __forceinline__ GlobalTile<Element> gradient_tile(const State<kConsumer>& s) const {
+    FLASH_DEVICE GlobalTile<Element> gradient_tile(const State<kConsumer>& s) const {
         return gradient_rows<Element>(kConsumer == kDV ? params.dv : params.dk, work_tiles[s.tile],
                                       warp_key,
                                       kConsumer == kDV ? params.head_dim_v : params.head_dim);
@@ -293,7 +289,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Fa3BackwardWideParams, KeyTile> {
 
     // S^T = K Q^T, or dP^T = V dO^T
     template <Consumer kConsumer>
-    __device__ __forceinline__ void issue_scores(State<kConsumer>& s) const {
+    FLASH_DEVICE void issue_scores(State<kConsumer>& s) const {
         using S = State<kConsumer>;
         const KMajor<typename S::KVTile> key_rows(keys(s).stages);
         const KMajor<typename S::ScoresTile> query_rows(pool.stage(S::scores_stage(s.pool)));
@@ -301,8 +297,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Fa3BackwardWideParams, KeyTile> {
     }
     // dV += P^T dO, or dK += dS^T Q
     template <Consumer kConsumer>
-    __device__ __forceinline__ void issue_gradient(State<kConsumer>& s,
-                                                   const IterationState& at) const {
+    FLASH_DEVICE void issue_gradient(State<kConsumer>& s, const IterationState& at) const {
         using S = State<kConsumer>;
         const MNMajor<typename S::GradientTile> columns(pool.stage(S::gradient_stage(at)));
         gemm_async<Element, kBlockQ>(s.gradient, s.operand, columns, s.accumulate);
@@ -310,13 +305,13 @@ struct Fa3BackwardDKDV : Fa3Cta<Fa3BackwardWideParams, KeyTile> {
 
     // The address of this thread's four elements of 8 columns of P^T. The thread of the same index
     // in consumer dK reads them.
-    __device__ __forceinline__ uint32_t p_address(const PState& at, int n) const {
+    FLASH_DEVICE uint32_t p_address(const PState& at, int n) const {
         return p_pipeline.stage(at) + n * 2048 + threadIdx.x % 128 * 16;
     }
 
     // P^T = 2^(S^T scale - lse), for consumer dK too. For it the derivative of softcap, which needs
     // lse, is a factor of P.
-    __device__ __forceinline__ void compute_operand(DV& s) const {
+    FLASH_DEVICE void compute_operand(DV& s) const {
         const KeyTile& tile = work_tiles[s.tile];
         const WarpScores<Element, Rows::kKeys, kOptions> scores{params, tile.sequence, s.at.head,
                                                                 tile.first_key + warp_key,
@@ -337,7 +332,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Fa3BackwardWideParams, KeyTile> {
     }
 
     // dS^T = P^T * (dP^T - delta), with P^T in shared memory.
-    __device__ __forceinline__ void compute_operand(DK& s) const {
+    FLASH_DEVICE void compute_operand(DK& s) const {
         p_pipeline.consumer_wait(s.p);
         const float* minus_delta = storage.statistics[s.pool.dout().stage];
 #pragma unroll
@@ -356,7 +351,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Fa3BackwardWideParams, KeyTile> {
 
     // Stores dS^T to the workspace. The four lanes that hold a row exchange pairs of columns, as a
     // 4 x 4 transpose, so that each has 16 contiguous bytes.
-    __device__ __forceinline__ void store_ds(const Operand& rdS, char* ds) const {
+    FLASH_DEVICE void store_ds(const Operand& rdS, char* ds) const {
         const int lane = lane_id() % 4;
         const auto exchange = [&](uint32_t& x, uint32_t& y, int bit) {
             const bool high = lane & bit;
@@ -381,7 +376,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Fa3BackwardWideParams, KeyTile> {
 
     // Goes on to the next KV tile that has iterations. Tiles without any get zeros as gradient.
     template <class State>
-    __device__ __forceinline__ bool find_tile(State& s) const {
+    FLASH_DEVICE bool find_tile(State& s) const {
         for (;; end_work_tile(s.tile)) {
             work_tiles.descriptions.consumer_wait(s.tile);
             const KeyTile& tile = work_tiles[s.tile];
@@ -394,12 +389,12 @@ struct Fa3BackwardDKDV : Fa3Cta<Fa3BackwardWideParams, KeyTile> {
         }
     }
 
-    __device__ __forceinline__ void begin_tile(DV& s) const {
+    FLASH_DEVICE void begin_tile(DV& s) const {
         const KeyTile& tile = work_tiles[s.tile];
         s.full = full_q_tiles(params, tile, tile.first_key, kBlockQ);
     }
     // The same for each query head.
-    __device__ __forceinline__ void begin_tile(DK& s) const {
+    FLASH_DEVICE void begin_tile(DK& s) const {
         if (!stores_ds()) return;
         const KeyTile& tile = work_tiles[s.tile];
         s.ds = params.ds_workspace.template tile<Element>(params, tile.sequence.batch, s.at.head,
@@ -407,8 +402,8 @@ struct Fa3BackwardDKDV : Fa3Cta<Fa3BackwardWideParams, KeyTile> {
                                                           tile.first_key / kBlockKV);
     }
 
-    __device__ __forceinline__ void next_q_tile(DV& s) const { s.at.advance(s.q_tiles); }
-    __device__ __forceinline__ void next_q_tile(DK& s) const {
+    FLASH_DEVICE void next_q_tile(DV& s) const { s.at.advance(s.q_tiles); }
+    FLASH_DEVICE void next_q_tile(DK& s) const {
         if (stores_ds())
             s.ds +=
                 params.ds_workspace.tiles.of_row(s.q_tiles.tile(s.at.i)) * DSTile<Element>::kBytes;
@@ -418,7 +413,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Fa3BackwardWideParams, KeyTile> {
     }
 
     template <class State>
-    __device__ __forceinline__ void finish_scores(State& s) const {
+    FLASH_DEVICE void finish_scores(State& s) const {
         finish(s.scores);
         if (s.left == 0) release_and_advance(keys(s), s.keys);
         compute_operand(s);
@@ -426,7 +421,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Fa3BackwardWideParams, KeyTile> {
 
     // Both consumers, as in the header.
     template <Consumer kConsumer>
-    __device__ __forceinline__ void consume_as() const {
+    FLASH_DEVICE void consume_as() const {
         Scores scores;
         Operand operand;
         typename State<kConsumer>::Gradient gradient;
@@ -468,7 +463,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Fa3BackwardWideParams, KeyTile> {
         }
     }
 
-    __device__ __forceinline__ void consume() const {
+    FLASH_DEVICE void consume() const {
         if (ptx::warp_uniform(threadIdx.x / 128) == 1) {
             consume_as<kDV>();
         } else {

@@ -94,10 +94,10 @@ struct Fa3BackwardDQ : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
     KPipeline k_pipeline{storage.k, storage.k_barriers};
     VPipeline v_pipeline{storage.v, storage.v_barriers};
 
-    __device__ __forceinline__ explicit Fa3BackwardDQ(const Params& p)
+    FLASH_DEVICE explicit Fa3BackwardDQ(const Params& p)
         : Fa3Cta(p, shared_storage<SharedStorage>().work_tiles) {}
 
-    __device__ __forceinline__ void init() const {
+    FLASH_DEVICE void init() const {
         constexpr int kReaders = kConsumers * 4;
         q_pipeline.init(4);
         do_pipeline.init(128);  // all threads, since all read lse and delta
@@ -109,12 +109,12 @@ struct Fa3BackwardDQ : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
     // This kernel needs no result of the dKdV kernel, and that kernel has waited for lse and delta
     // before it let this one begin. So it begins while the last CTAs of the dKdV kernel run. It
     // waits at the end, since the next kernel in the stream needs the results of both.
-    __device__ __forceinline__ void end() const { ptx::wait_for_grid_before(); }
+    FLASH_DEVICE void end() const { ptx::wait_for_grid_before(); }
 
     // --- Producer ---
 
     // Fetches the Q tiles.
-    __device__ __forceinline__ void produce_tiles() const {
+    FLASH_DEVICE void produce_tiles() const {
         fetch_work_tiles([&](QueryTile& tile, int linear) {
             describe<Fa3BackwardDQ>(tile, params, work_tile(linear, params.schedule));
             tile.large_lse = params.large_lse.is_raised();
@@ -124,8 +124,8 @@ struct Fa3BackwardDQ : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
 
     // The K or V tiles.
     template <class Tile, bool kAllowsFetch, class Pipeline>
-    __device__ __forceinline__ void produce_keys(const Pipeline& pipeline, const CUtensorMap& map,
-                                                 const TensorView& view) const {
+    FLASH_DEVICE void produce_keys(const Pipeline& pipeline, const CUtensorMap& map,
+                                   const TensorView& view) const {
         typename Pipeline::State state;
         work_tiles.for_each([&](const QueryTile& tile) {
             const KeyRows keys = key_rows(params, tile.sequence);
@@ -142,7 +142,7 @@ struct Fa3BackwardDQ : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
         });
     }
 
-    __device__ __forceinline__ void produce_q_do() const {
+    FLASH_DEVICE void produce_q_do() const {
         uint32_t phase = 0;
         work_tiles.for_each([&](const QueryTile& tile) {
             if (tile.kv_tiles.empty()) return;
@@ -173,7 +173,7 @@ struct Fa3BackwardDQ : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
         });
     }
 
-    __device__ __forceinline__ void produce() const {
+    FLASH_DEVICE void produce() const {
         if (warp_id() == 0) produce_keys<KTile, true>(k_pipeline, params.k_map, params.k);
         if (warp_id() == 1) produce_keys<VTile, false>(v_pipeline, params.v_map, params.v);
         if (warp_id() == 2) produce_q_do();
@@ -184,15 +184,11 @@ struct Fa3BackwardDQ : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
 
     // The index of this thread's warpgroup among the consumers, and the first row of its warp
     // within the Q tile: computed where needed, since the loop has no registers for them.
-    __device__ __forceinline__ int consumer() const {
-        return ptx::not_hoisted(threadIdx.x) / 128 - 1;
-    }
-    __device__ __forceinline__ int warp_row() const {
-        return (ptx::not_hoisted(threadIdx.x) / 32 - 4) * 16;
-    }
+    FLASH_DEVICE int consumer() const { return ptx::not_hoisted(threadIdx.x) / 128 - 1; }
+    FLASH_DEVICE int warp_row() const { return (ptx::not_hoisted(threadIdx.x) / 32 - 4) * 16; }
 
     // Releases KV tiles that this consumer does not use.
-    __device__ __forceinline__ void skip(KState& k, VState& v, int tiles) const {
+    FLASH_DEVICE void skip(KState& k, VState& v, int tiles) const {
         for (; tiles > 0; --tiles) {
             Order::wait(consumer());
             Order::signal_next(consumer());
@@ -220,12 +216,12 @@ struct Fa3BackwardDQ : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
     };
 
     // This consumer's Q and dO.
-    __device__ __forceinline__ PipelineState<kConsumers> own_stage(const State& s) const {
+    FLASH_DEVICE PipelineState<kConsumers> own_stage(const State& s) const {
         return {static_cast<uint32_t>(consumer()), s.q_phase};
     }
 
     // Goes on to the next Q tile that has KV tiles. Tiles without any get zeros as dQ.
-    __device__ __forceinline__ bool find_tile(State& s) const {
+    FLASH_DEVICE bool find_tile(State& s) const {
         for (;; end_work_tile(s.tile)) {
             work_tiles.descriptions.consumer_wait(s.tile);
             const QueryTile& tile = work_tiles[s.tile];
@@ -246,7 +242,7 @@ struct Fa3BackwardDQ : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
 
     // Prevents the compiler from moving the arithmetic of P past the next wait, where no matmul
     // would run beside it: a branch on P, never taken, since P is not negative.
-    static __device__ __forceinline__ void compute_here(Scores& p) {
+    static FLASH_DEVICE void compute_here(Scores& p) {
         uint32_t bits = 0;
         p.for_each([&](float x, int, int) { bits |= __float_as_uint(x); });
         if (__any_sync(0xffffffff, static_cast<int>(bits) < 0)) [[unlikely]]
@@ -256,14 +252,14 @@ struct Fa3BackwardDQ : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
     // Descriptors are made where they are used, as in backward_dkdv.cuh.
 
     // S = Q K^T
-    __device__ __forceinline__ void issue_s(State& s) const {
+    FLASH_DEVICE void issue_s(State& s) const {
         const KMajor<QTile> q_rows(q_pipeline.stage(own_stage(s)));
         const KMajor<KTile> k_rows(k_pipeline.stage(s.k));
         gemm_async<Element, kHeadDim>(s.rS, q_rows, k_rows, false);
     }
 
     // dP = dO V^T
-    __device__ __forceinline__ void issue_dp(State& s) const {
+    FLASH_DEVICE void issue_dp(State& s) const {
         v_pipeline.consumer_wait(s.v);
         const KMajor<DOTile> do_rows(do_pipeline.stage(own_stage(s)));
         const KMajor<VTile> v_rows(v_pipeline.stage(s.v));
@@ -271,20 +267,19 @@ struct Fa3BackwardDQ : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
     }
 
     // dQ += dS K
-    __device__ __forceinline__ void issue_dq(State& s, uint32_t k_stage) const {
+    FLASH_DEVICE void issue_dq(State& s, uint32_t k_stage) const {
         const MNMajor<KTile> k_columns(k_pipeline.stage({k_stage, 0}));
         gemm_async<Element, kBlockKV>(s.rdQ, s.rdS, k_columns, s.accumulate);
     }
 
-    __device__ __forceinline__ WarpScores<Element, Rows::kQueries, kOptions> warp_scores(
-        const State& s) const {
+    FLASH_DEVICE WarpScores<Element, Rows::kQueries, kOptions> warp_scores(const State& s) const {
         const QueryTile& tile = work_tiles[s.tile];
         return {params, tile.sequence, tile.head, tile.first_query + warp_row(),
                 tile.kv_tiles.tile(s.i) * kBlockKV};
     }
 
     // P = 2^(S scale - lse), while dP runs. lse has arrived with dO.
-    __device__ __forceinline__ void probabilities(State& s) const {
+    FLASH_DEVICE void probabilities(State& s) const {
         finish<1>(s.rS);
         if (s.i == s.last) release(q_pipeline, own_stage(s));
         const auto scores = warp_scores(s);
@@ -297,7 +292,7 @@ struct Fa3BackwardDQ : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
     }
 
     // dS = P * (dP - delta)
-    __device__ __forceinline__ void gradient_of_scores(State& s) const {
+    FLASH_DEVICE void gradient_of_scores(State& s) const {
         finish(s.rdP);
         release_and_advance(v_pipeline, s.v);
         softmax_gradient<Rows::kQueries>(s.rdP, s.rS, storage.minus_delta[0] + warp_row());
@@ -311,7 +306,7 @@ struct Fa3BackwardDQ : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
         }
     }
 
-    __device__ __forceinline__ void first_iteration(State& s) const {
+    FLASH_DEVICE void first_iteration(State& s) const {
         q_pipeline.consumer_wait(own_stage(s));
         k_pipeline.consumer_wait(s.k);
         Order::wait(consumer());
@@ -325,7 +320,7 @@ struct Fa3BackwardDQ : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
     }
 
     // dQ of this KV tile, and S, P, dP and dS of the next one.
-    __device__ __forceinline__ void iterate(State& s) const {
+    FLASH_DEVICE void iterate(State& s) const {
         ++s.i;
         const uint32_t k_stage = s.k.stage;
         s.k.advance();
@@ -343,7 +338,7 @@ struct Fa3BackwardDQ : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
     }
 
     // dQ of the last KV tile, and the result.
-    __device__ __forceinline__ void finish_tile(State& s) const {
+    FLASH_DEVICE void finish_tile(State& s) const {
         issue_dq(s, s.k.stage);
         finish(s.rdQ);
         release_and_advance(k_pipeline, s.k);
@@ -351,7 +346,7 @@ struct Fa3BackwardDQ : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
         store_rows(dq_rows<Element>(params, work_tiles[s.tile], warp_row()), s.rdQ);
     }
 
-    __device__ __forceinline__ void consume() const {
+    FLASH_DEVICE void consume() const {
         Scores rS, rdP;
         Operand rdS;
         DQ rdQ;

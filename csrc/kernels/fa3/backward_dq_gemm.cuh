@@ -58,22 +58,22 @@ struct Fa3BackwardDQGemm : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
     SharedStorage& storage = shared_storage<SharedStorage>();
     StagePipeline pipeline{storage.stages, storage.barriers};
 
-    __device__ __forceinline__ explicit Fa3BackwardDQGemm(const Params& p)
+    FLASH_DEVICE explicit Fa3BackwardDQGemm(const Params& p)
         : Fa3Cta(p, shared_storage<SharedStorage>().work_tiles) {}
 
-    __device__ __forceinline__ void init() const {
+    FLASH_DEVICE void init() const {
         pipeline.init(kConsumers * 4);
         work_tiles.init(kConsumers * 4 + 1);  // and the producer of stages
     }
 
-    __device__ __forceinline__ void begin() const {
+    FLASH_DEVICE void begin() const {
         ptx::wait_for_grid_before();  // dS is complete
         ptx::launch_dependents();
     }
 
     // --- Producer ---
 
-    __device__ __forceinline__ void produce_tiles() const {
+    FLASH_DEVICE void produce_tiles() const {
         fetch_work_tiles([&](QueryTile& tile, int linear) {
             WorkTile work = work_tile(linear, params.schedule);
             const int flat_head = params.ds_workspace.first_head * group() + work.head;
@@ -83,7 +83,7 @@ struct Fa3BackwardDQGemm : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
         });
     }
 
-    __device__ __forceinline__ void produce_stages() const {
+    FLASH_DEVICE void produce_stages() const {
         State c;
         work_tiles.for_each([&](const QueryTile& tile) {
             const Sequence& s = tile.sequence;
@@ -118,7 +118,7 @@ struct Fa3BackwardDQGemm : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
         });
     }
 
-    __device__ __forceinline__ void produce() const {
+    FLASH_DEVICE void produce() const {
         if (warp_id() == 0) produce_stages();
         if (warp_id() == 1) produce_tiles();
     }
@@ -126,14 +126,14 @@ struct Fa3BackwardDQGemm : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
     // --- Consumers ---
 
     // The KV tiles that a consumer's rows see, for which dS was stored.
-    __device__ __forceinline__ VisibleTiles kv_tiles_of(const QueryTile& tile, int consumer) const {
+    FLASH_DEVICE VisibleTiles kv_tiles_of(const QueryTile& tile, int consumer) const {
         const int first_query = tile.first_query + consumer * 64;
         if (first_query >= tile.sequence.seqlen_q) return {0, 0};
         return tile.kv_tiles.seen_by(mask_of(params, tile.sequence),
                                      {first_query, first_query + 64}, kBlockKV);
     }
 
-    __device__ __forceinline__ void consume() const {
+    FLASH_DEVICE void consume() const {
         const int consumer = ptx::warp_uniform(threadIdx.x / 128) - 1;
         State c;
         DQ rdQ;
@@ -174,7 +174,7 @@ struct Fa3BackwardDQGemm : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
     }
 
  private:
-    __device__ __forceinline__ uint32_t ds_tile(const State& c, int consumer) const {
+    FLASH_DEVICE uint32_t ds_tile(const State& c, int consumer) const {
         return pipeline.stage(c) + offsetof(Stage, ds) + consumer * DSTile::kBytes;
     }
 };

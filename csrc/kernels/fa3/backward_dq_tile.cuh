@@ -17,8 +17,7 @@ namespace flash_ext {
 // The counter of KV tiles of a head of K and V (or of the parts that share query heads) that have
 // added all of their dQ. These counters follow the counters of Q tiles in params.dq_semaphore;
 // there are no more of them than Q tiles.
-__device__ __forceinline__ int* tiles_done(const BackwardParams& params, const Sequence& sequence,
-                                           int head) {
+FLASH_DEVICE int* tiles_done(const BackwardParams& params, const Sequence& sequence, int head) {
     return params.dq_semaphore + 1 + params.padding_row / kWorkspaceRows +
            sequence.index() * params.heads_k + head;
 }
@@ -41,7 +40,7 @@ struct Fa3DQTile {
 
     // The consumers' warps that have rows.
     static constexpr int kWarps = kTranspose ? kHeadDim / 16 : kBlockQ / 16;
-    static __device__ __forceinline__ int warps(int consumer) {
+    static FLASH_DEVICE int warps(int consumer) {
         return kWarps == 8 || consumer == 0 ? 4 : kWarps - 4;
     }
 
@@ -50,7 +49,7 @@ struct Fa3DQTile {
         int first;
         int size;
     };
-    static __device__ __forceinline__ Half half(int consumer, int rows) {
+    static FLASH_DEVICE Half half(int consumer, int rows) {
         if constexpr (kTranspose) {
             const int cols = consumer == 0 ? 64 : kHeadDim - 64;
             return {consumer * 64 * rows, cols * rows};
@@ -63,7 +62,7 @@ struct Fa3DQTile {
     // next ones, of 8 rows. They are in the order of these 8 rows, so that a half ends with the
     // last query: [8 queries][warp of the consumer][lane] of dQ^T, or [8 queries][8 columns][lane].
     template <class Visit>
-    static __device__ __forceinline__ void for_each(int consumer, Visit visit) {
+    static FLASH_DEVICE void for_each(int consumer, Visit visit) {
         const int warp = warp_id() % 4;
 #pragma unroll
         for (int n = 0; n < Fragments::kN; ++n)
@@ -78,7 +77,7 @@ struct Fa3DQTile {
     }
 
     // A consumer warp writes its fragments to a half in shared memory.
-    static __device__ __forceinline__ void store(char* half, const Fragments& rdQ, int consumer) {
+    static FLASH_DEVICE void store(char* half, const Fragments& rdQ, int consumer) {
         if (kWarps < 8 && ptx::warp_uniform(threadIdx.x / 32) - 4 >= kWarps) return;
         for_each(consumer, [&](int n, int i, int place, int) {
             reinterpret_cast<Floats*>(half)[place] =
@@ -88,9 +87,8 @@ struct Fa3DQTile {
 
     // For the postprocess pass, with a warp for each of the consumers'. Queries that do not exist,
     // and tiles to which no KV tile has added, get zeros.
-    static __device__ __forceinline__ void fetch_dq(const BackwardParams& params,
-                                                    const Sequence& sequence, int head, int q_tile,
-                                                    uint32_t shared) {
+    static FLASH_DEVICE void fetch_dq(const BackwardParams& params, const Sequence& sequence,
+                                      int head, int q_tile, uint32_t shared) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // sm_90a
         wait_for_sum(params, sequence, head);
         const int first_query = q_tile * kBlockQ;
@@ -132,8 +130,8 @@ struct Fa3DQTile {
     // as they are complete. The next kernel in the stream waits only for this pass, so one CTA
     // waits for the end of the backward kernel. With varlen all do: with invalid offsets a counter
     // might never reach its count.
-    static __device__ __forceinline__ void wait_for_sum(const BackwardParams& params,
-                                                        const Sequence& sequence, int head) {
+    static FLASH_DEVICE void wait_for_sum(const BackwardParams& params, const Sequence& sequence,
+                                          int head) {
         constexpr int kBlockKV = tuning::kFa3BackwardBlockKV;
         const bool varlen = params.cu_seqlens_q != nullptr;
         if (varlen || blockIdx.x == gridDim.x - 1) ptx::wait_for_grid_before();

@@ -68,10 +68,10 @@ struct Fa3BackwardProducers : Fa3Cta<Fa3BackwardParams, KeyTile> {
     KPipeline k_pipeline{storage.k, storage.k_barriers};
     VPipeline v_pipeline{storage.v, storage.v_barriers};
 
-    __device__ __forceinline__ explicit Fa3BackwardProducers(const Params& p)
+    FLASH_DEVICE explicit Fa3BackwardProducers(const Params& p)
         : Fa3Cta(p, shared_storage<SharedStorage>().work_tiles) {}
 
-    __device__ __forceinline__ void init() const {
+    FLASH_DEVICE void init() const {
         constexpr int kReaders = kConsumers * 128;
         constexpr int kWarps = kConsumers * 4;
         q_pipeline.init(kReaders);
@@ -84,14 +84,14 @@ struct Fa3BackwardProducers : Fa3Cta<Fa3BackwardParams, KeyTile> {
         ptx::mbarrier_init(ds_barrier(1), kWarps);
     }
 
-    __device__ __forceinline__ DQPipeline dq_pipeline(int i) const {
+    FLASH_DEVICE DQPipeline dq_pipeline(int i) const {
         return {storage.dq[i], storage.dq_barriers[i]};
     }
-    __device__ __forceinline__ uint32_t ds_barrier(uint32_t stage) const {
+    FLASH_DEVICE uint32_t ds_barrier(uint32_t stage) const {
         return ptx::shared_address(&storage.ds_barriers[stage]);
     }
 
-    __device__ __forceinline__ void describe_next(KeyTile& tile, int linear) const {
+    FLASH_DEVICE void describe_next(KeyTile& tile, int linear) const {
         WorkTile work;
         if (params.lead == 0) {
             work = work_tile(linear, params.schedule);
@@ -109,7 +109,7 @@ struct Fa3BackwardProducers : Fa3Cta<Fa3BackwardParams, KeyTile> {
         tile.first_row_group = first_row_group(tile.sequence.q_begin, tile.sequence.seq_idx);
     }
 
-    __device__ __forceinline__ int first_head(const KeyTile& tile) const {
+    FLASH_DEVICE int first_head(const KeyTile& tile) const {
         return tile.head / params.query_parts * group();
     }
 
@@ -117,7 +117,7 @@ struct Fa3BackwardProducers : Fa3Cta<Fa3BackwardParams, KeyTile> {
     // last?) for all iterations of a KV tile. The description stays in shared memory, since
     // producers have few registers.
     template <class Visit>
-    __device__ __forceinline__ void for_each_q_tile(const KeyTile& tile, Visit visit) const {
+    FLASH_DEVICE void for_each_q_tile(const KeyTile& tile, Visit visit) const {
         if (tile.q_tiles.empty()) return;
         for (int left = group() - 1; left >= 0; --left) {
             const int head = first_head(tile) + group() - 1 - left;
@@ -135,7 +135,7 @@ struct Fa3BackwardProducers : Fa3Cta<Fa3BackwardParams, KeyTile> {
 
     // Fetches the KV tiles and loads K and V. Tiles are fetched in ascending order of the work
     // index, so those that add_dq() waits for are already running.
-    __device__ __forceinline__ void produce_tiles() const {
+    FLASH_DEVICE void produce_tiles() const {
         ptx::launch_dependents();  // the postprocess pass, in SMs that this kernel has left
         const auto fetch = [&] { return atomicAdd(params.dq_semaphore, 1); };
         const int total = cta_count(params.schedule) + params.lead * params.schedule.tiles;
@@ -158,10 +158,10 @@ struct Fa3BackwardProducers : Fa3Cta<Fa3BackwardParams, KeyTile> {
     // Q tiles with lse, or dO tiles with delta: `rows` of the stages, from `source` in the
     // workspace.
     template <class Tile, bool kAllowsFetch, class Pipeline>
-    __device__ __forceinline__ void produce_queries(const Pipeline& pipeline,
-                                                    const CUtensorMap& map, const TensorView& view,
-                                                    Statistic (&rows)[Pipeline::kStages][kBlockQ],
-                                                    const Statistic* source) const {
+    FLASH_DEVICE void produce_queries(const Pipeline& pipeline, const CUtensorMap& map,
+                                      const TensorView& view,
+                                      Statistic (&rows)[Pipeline::kStages][kBlockQ],
+                                      const Statistic* source) const {
         typename Pipeline::State state;
         work_tiles.for_each([&](const KeyTile& tile) {
             if (kAllowsFetch && tile.q_tiles.empty()) work_tiles.allow_fetch();
@@ -180,8 +180,8 @@ struct Fa3BackwardProducers : Fa3Cta<Fa3BackwardParams, KeyTile> {
     }
 
     // lse or delta of all queries, as this kernel takes them.
-    static __device__ __forceinline__ const Statistic* statistics(const float* numbers,
-                                                                  const StatisticsRow* rows) {
+    static FLASH_DEVICE const Statistic* statistics(const float* numbers,
+                                                    const StatisticsRow* rows) {
         if constexpr (kTuning.by_matmul()) {
             return rows;
         } else {
@@ -193,7 +193,7 @@ struct Fa3BackwardProducers : Fa3Cta<Fa3BackwardParams, KeyTile> {
     // If dq_accum is not zeroed, the first KV tile of a Q tile stores. params.dq_semaphore counts
     // the KV tiles that have stored or added, if others wait for them; these were all fetched
     // earlier. tiles_done() counts KV tiles for the postprocess pass.
-    __device__ __forceinline__ void add_dq() const {
+    FLASH_DEVICE void add_dq() const {
         typename DQPipeline::State c;
         work_tiles.for_each([&](const KeyTile& tile) {
             for_each_q_tile(tile, [&](int, int row_group, int first_row, bool) {
@@ -219,15 +219,15 @@ struct Fa3BackwardProducers : Fa3Cta<Fa3BackwardParams, KeyTile> {
     }
 
     // The KV tiles that a Q tile sees before this one.
-    __device__ __forceinline__ int tiles_before(const KeyTile& tile, int first_row) const {
+    FLASH_DEVICE int tiles_before(const KeyTile& tile, int first_row) const {
         return VisibleTiles::of_queries<false>(mask_of(params, tile.sequence),
                                                {first_row, first_row + kBlockQ}, kBlockKV)
             .count_before(tile.first_key / kBlockKV);
     }
 
     // Adds each consumer's half of a Q tile of `rows` rows, or stores it.
-    __device__ __forceinline__ void add_halves(const typename DQPipeline::State& c, int rows,
-                                               int row_group, bool stores) const {
+    FLASH_DEVICE void add_halves(const typename DQPipeline::State& c, int rows, int row_group,
+                                 bool stores) const {
         float* accum = params.dq_accum + int64_t{row_group} * (kWorkspaceRows * kHeadDim);
 #pragma unroll 1
         for (int i = 0; i < kConsumers; ++i) {
@@ -247,13 +247,13 @@ struct Fa3BackwardProducers : Fa3Cta<Fa3BackwardParams, KeyTile> {
     }
 
     // Counts once all that this thread has added to dQ is visible.
-    __device__ __forceinline__ void count_added(int* count) const {
+    FLASH_DEVICE void count_added(int* count) const {
         ptx::bulk_wait();
         ptx::fence_proxy_async_global();
         ptx::red_add_release(count, 1);
     }
 
-    __device__ __forceinline__ void produce() const {
+    FLASH_DEVICE void produce() const {
         ptx::wait_for_grid_before();  // the preprocess pass
         switch (warp_id()) {
             case 0:

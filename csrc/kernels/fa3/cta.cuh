@@ -40,11 +40,11 @@ template <int kConsumers, bool kEnabled = true>
 struct PingPong {
     static_assert(!kEnabled || kConsumers <= kDSStoredBarrier - kPingPongBarrier);
 
-    static __device__ __forceinline__ void wait(int consumer) {
+    static FLASH_DEVICE void wait(int consumer) {
         if constexpr (kEnabled) ptx::barrier_sync(kPingPongBarrier + consumer, 256);
     }
     // Lets the next consumer start.
-    static __device__ __forceinline__ void signal_next(int consumer) {
+    static FLASH_DEVICE void signal_next(int consumer) {
         const int next = kConsumers == 2 ? 1 - consumer : (consumer + 1) % kConsumers;
         if constexpr (kEnabled) ptx::barrier_arrive(kPingPongBarrier + next, 256);
     }
@@ -63,21 +63,21 @@ struct Fa3Cta {
     bool elected;  // is this lane 0 of its warp?
     WorkTiles work_tiles;
 
-    __device__ __forceinline__ Fa3Cta(const Params& p, typename WorkTiles::Storage& storage)
+    FLASH_DEVICE Fa3Cta(const Params& p, typename WorkTiles::Storage& storage)
         : params(p), elected(lane_id() == 0), work_tiles(storage) {}
 
-    __device__ __forceinline__ void begin() const {}
-    __device__ __forceinline__ void end() const {}
-    __device__ __forceinline__ void produce_by_warps() const {}
+    FLASH_DEVICE void begin() const {}
+    FLASH_DEVICE void end() const {}
+    FLASH_DEVICE void produce_by_warps() const {}
 
     // The number of query heads that share a head of K and V.
-    __device__ __forceinline__ int group() const { return group_of(params); }
+    FLASH_DEVICE int group() const { return group_of(params); }
 
     // By all lanes of a warp that has finished reading a stage. With four consumers a softmax
     // follows at once, and a branch that one lane takes would delay it.
     template <class Pipeline>
-    __device__ __forceinline__ void release(const Pipeline& pipeline,
-                                            const typename Pipeline::State& state) const {
+    FLASH_DEVICE void release(const Pipeline& pipeline,
+                              const typename Pipeline::State& state) const {
         if constexpr (kConsumers == 4) {
             pipeline.consumer_release_if(elected, state);
         } else {
@@ -85,17 +85,17 @@ struct Fa3Cta {
         }
     }
     template <class Pipeline>
-    __device__ __forceinline__ void release_and_advance(const Pipeline& pipeline,
-                                                        typename Pipeline::State& state) const {
+    FLASH_DEVICE void release_and_advance(const Pipeline& pipeline,
+                                          typename Pipeline::State& state) const {
         release(pipeline, state);
         state.advance();
     }
-    __device__ __forceinline__ int head_k(int head_q) const { return head_q / group(); }
+    FLASH_DEVICE int head_k(int head_q) const { return head_q / group(); }
 
     // For a producer that does nothing else: fetches tiles by the dynamic persistent scheduler when
     // another producer allows it. `describe` as for WorkTilePipeline::produce().
     template <class Describe>
-    __device__ __forceinline__ void fetch_work_tiles(Describe describe) const {
+    FLASH_DEVICE void fetch_work_tiles(Describe describe) const {
         params.scheduler.start();
         const int total = cta_count(params.schedule);
         const auto fetch = [&] { return params.scheduler.fetch(total); };
@@ -107,7 +107,7 @@ struct Fa3Cta {
     }
 
     // By all lanes of a warp, after the last read of the description of a tile.
-    __device__ __forceinline__ void end_work_tile(WorkTileState& t) const {
+    FLASH_DEVICE void end_work_tile(WorkTileState& t) const {
         __syncwarp();
         release_and_advance(work_tiles.descriptions, t);
     }

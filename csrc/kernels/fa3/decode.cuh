@@ -84,7 +84,7 @@ struct Fa3Decode {
     int head, head_k;  // of Q, the first one of the tile, and of K and V
     int first_query;   // of the tile
 
-    __device__ __forceinline__ explicit Fa3Decode(const Fa3DecodeParams& p) : params(p) {
+    FLASH_DEVICE explicit Fa3Decode(const Fa3DecodeParams& p) : params(p) {
         // A head of a dense batch has one tile, and packed sequences are one batch.
         const int number = tile_number();
         const int heads = p.pack_gqa_log2 > 0 ? p.heads_k : p.heads_q;
@@ -105,38 +105,34 @@ struct Fa3Decode {
 
     // --- The splits of the tile: each a CTA of one of its clusters ---
 
-    __device__ __forceinline__ int clusters() const { return decode_clusters(params.num_splits); }
-    __device__ __forceinline__ int ctas() const {
-        return min_of(params.num_splits, kMaxClusterSplits);
-    }
-    __device__ __forceinline__ int tile_number() const {
+    FLASH_DEVICE int clusters() const { return decode_clusters(params.num_splits); }
+    FLASH_DEVICE int ctas() const { return min_of(params.num_splits, kMaxClusterSplits); }
+    FLASH_DEVICE int tile_number() const {
         return clusters() == 1 ? ptx::cluster_id() : ptx::cluster_id() / clusters();
     }
-    __device__ __forceinline__ int cluster() const {
+    FLASH_DEVICE int cluster() const {
         return clusters() == 1 ? 0 : ptx::cluster_id() % clusters();
     }
-    __device__ __forceinline__ int split() const { return cluster() * ctas() + ptx::cta_rank(); }
+    FLASH_DEVICE int split() const { return cluster() * ctas() + ptx::cta_rank(); }
 
     // --- The rows of the tile: queries, or the heads of a group ---
 
-    __device__ __forceinline__ int queries() const { return kRows >> params.pack_gqa_log2; }
-    __device__ __forceinline__ int query_of(int row) const {
-        return first_query + (row >> params.pack_gqa_log2);
-    }
-    __device__ __forceinline__ int head_of(int row) const {
+    FLASH_DEVICE int queries() const { return kRows >> params.pack_gqa_log2; }
+    FLASH_DEVICE int query_of(int row) const { return first_query + (row >> params.pack_gqa_log2); }
+    FLASH_DEVICE int head_of(int row) const {
         return head + (row & ((1 << params.pack_gqa_log2) - 1));
     }
     // All valid rows are before this one.
-    __device__ __forceinline__ int rows() const {
+    FLASH_DEVICE int rows() const {
         return min_of(sequence.seqlen_q - first_query, queries()) << params.pack_gqa_log2;
     }
-    __device__ __forceinline__ bool is_valid(int row) const {
+    FLASH_DEVICE bool is_valid(int row) const {
         return row < rows() && (params.pack_gqa_log2 == 0 || head_of(row) < head + group);
     }
 
     // --- Loads ---
 
-    __device__ __forceinline__ void load_q() const {
+    FLASH_DEVICE void load_q() const {
         constexpr int kPerRow = kHeadDim / QTile::kChunk;
         for (int i = threadIdx.x; i < kRows * kPerRow; i += kThreads) {
             const int row = i / kPerRow, col = i % kPerRow * QTile::kChunk;
@@ -157,12 +153,12 @@ struct Fa3Decode {
         int i;  // of the next block
         TileCursor<Tile, 32, false, Element> cursor;
 
-        __device__ __forceinline__ int first_key() const { return blocks.tile(i) * Tile::kRows; }
+        FLASH_DEVICE int first_key() const { return blocks.tile(i) * Tile::kRows; }
 
-        __device__ __forceinline__ void start(int head) {
+        FLASH_DEVICE void start(int head) {
             cursor.start(keys.template tile<Element>(view, head, first_key(), 0));
         }
-        __device__ __forceinline__ void next(const char* stage) {
+        FLASH_DEVICE void next(const char* stage) {
             const int key = first_key();
             const bool exists = i < blocks.end;
             i += kWarps;
@@ -176,7 +172,7 @@ struct Fa3Decode {
 
     // --- Attention over the keys of a warp ---
 
-    __device__ __forceinline__ Softmax begin_softmax() const {
+    FLASH_DEVICE Softmax begin_softmax() const {
         Softmax softmax;
         if (params.sink == nullptr || split() > 0 || warp_id() > 0 || !sequence.is_owned(params))
             return softmax;
@@ -187,8 +183,8 @@ struct Fa3Decode {
     }
 
     // Applies the options and the mask.
-    __device__ __forceinline__ void finish_scores(Scores& rS, const BandMask& mask,
-                                                  const VisibleTiles& blocks, int i) const {
+    FLASH_DEVICE void finish_scores(Scores& rS, const BandMask& mask, const VisibleTiles& blocks,
+                                    int i) const {
         const Interval keys = tile_interval(blocks.tile(i), kKeys);
         if (params.changes_scores) [[unlikely]]  // packed GQA has no ALiBi, which uses first_query
             ScoreFunction<Element, Rows::kQueries, tuning::kFa3Scores>{params, sequence, head}
@@ -197,7 +193,7 @@ struct Fa3Decode {
             mask_scores(rS, keys.begin, [&](int row) { return mask.key_range(query_of(row)); });
     }
 
-    __device__ __forceinline__ void attend(Output& rO, Softmax& softmax) const {
+    FLASH_DEVICE void attend(Output& rO, Softmax& softmax) const {
         const BandMask mask = mask_of(params, sequence);
         const VisibleTiles blocks =
             split_of(VisibleTiles::of_queries(mask, {first_query, first_query + queries()}, kKeys),
@@ -244,8 +240,7 @@ struct Fa3Decode {
     // --- Results ---
 
     // This warp's results of 16 rows, from row 16 m on.
-    __device__ __forceinline__ void store_partial(const Output& rO, const Softmax& softmax,
-                                                  int m) const {
+    FLASH_DEVICE void store_partial(const Output& rO, const Softmax& softmax, int m) const {
         auto& partial = storage.of_warps[warp_id()];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -267,12 +262,11 @@ struct Fa3Decode {
         float4 out;
     };
     template <class SomePartial>
-    static __device__ __forceinline__ Four load_four(const SomePartial& partial, int row, int col) {
+    static FLASH_DEVICE Four load_four(const SomePartial& partial, int row, int col) {
         return {partial.max[row], partial.sum[row],
                 *reinterpret_cast<const float4*>(&partial.out[row][col])};
     }
-    static __device__ __forceinline__ void store_four(Partial& partial, int row, int col,
-                                                      const Four& four) {
+    static FLASH_DEVICE void store_four(Partial& partial, int row, int col, const Four& four) {
         *reinterpret_cast<float4*>(&partial.out[row][col]) = four.out;
         if (col > 0) return;
         partial.max[row] = four.max;
@@ -282,7 +276,7 @@ struct Fa3Decode {
     // Combines `parts` partial results, kMost at most, from load(part). Those that do not exist
     // are zeros: 0 times an existing one would be NaN where V is infinite.
     template <int kMost, class Load>
-    static __device__ __forceinline__ Four combine(int count, Load load) {
+    static FLASH_DEVICE Four combine(int count, Load load) {
         Four partial[kMost];
 #pragma unroll
         for (int i = 0; i < kMost; ++i)  // all loads before their first use
@@ -306,8 +300,7 @@ struct Fa3Decode {
     // visit(row, column) for this thread's groups of four columns of rows 0 to `rows` - 1. `shares`
     // CTAs share them, so that a warp has neighbors.
     template <class Visit>
-    __device__ __forceinline__ void for_each_four(int rows, int share, int shares,
-                                                  Visit visit) const {
+    FLASH_DEVICE void for_each_four(int rows, int share, int shares, Visit visit) const {
         constexpr int kPerRow = kHeadDimV / 4;
         for (int i = (warp_id() * shares + share) * 32 + lane_id(); i < rows * kPerRow;
              i += kThreads * shares)
@@ -315,7 +308,7 @@ struct Fa3Decode {
     }
 
     // To the results of the split.
-    __device__ __forceinline__ void combine_warps(int m) const {
+    FLASH_DEVICE void combine_warps(int m) const {
         for_each_four(min_of(rows() - 16 * m, 16), 0, 1, [&](int row, int col) {
             const auto load = [&](int warp) { return load_four(storage.of_warps[warp], row, col); };
             store_four(storage.of_split, 16 * m + row, col, combine<kWarps>(kWarps, load));
@@ -323,7 +316,7 @@ struct Fa3Decode {
     }
 
     // O / l and lse, to HBM.
-    __device__ __forceinline__ void store_result(int row, int col, const Four& all) const {
+    FLASH_DEVICE void store_result(int row, int col, const Four& all) const {
         if (!is_valid(row)) return;
         const float factor = all.sum == 0.f ? 0.f : 1.f / all.sum;
         const int query = query_of(row);
@@ -339,7 +332,7 @@ struct Fa3Decode {
     }
 
     // This CTA's share of the elements, over the splits of the cluster.
-    __device__ __forceinline__ void combine_splits() const {
+    FLASH_DEVICE void combine_splits() const {
         const uint32_t of_split = ptx::shared_address(&storage.of_split);
         for_each_four(rows(), ptx::cta_rank(), ctas(), [&](int row, int col) {
             const Four all = combine<kMaxClusterSplits>(ctas(), [&](int cta) {
@@ -360,16 +353,16 @@ struct Fa3Decode {
 
     // --- Several clusters ---
 
-    __device__ __forceinline__ Partial* of_clusters() const {
+    FLASH_DEVICE Partial* of_clusters() const {
         return reinterpret_cast<Partial*>(params.o_partial) + int64_t{tile_number()} * clusters();
     }
     // How many clusters have stored this CTA's share.
-    __device__ __forceinline__ EpochCounter stored() const {
+    FLASH_DEVICE EpochCounter stored() const {
         return {params.counters + int64_t{tile_number()} * ctas() + ptx::cta_rank(), params.epoch};
     }
 
     // The share of this CTA, over the clusters, if it is the last one to store it.
-    __device__ __forceinline__ void combine_clusters() const {
+    FLASH_DEVICE void combine_clusters() const {
         bool& last = storage.last;
         __syncthreads();  // all threads have stored
         if (threadIdx.x == 0) last = stored().template next<true>(clusters()) == clusters() - 1;
@@ -382,7 +375,7 @@ struct Fa3Decode {
         });
     }
 
-    __device__ __forceinline__ void run() const {
+    FLASH_DEVICE void run() const {
         if (first_query >= sequence.seqlen_q) return;  // a padding tile, of all CTAs of the cluster
         if (clusters() > 1 && threadIdx.x == 0) stored().start();
         Output rO;

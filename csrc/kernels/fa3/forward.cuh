@@ -76,11 +76,11 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
 
     using Tiles::Tiles;
 
-    __device__ __forceinline__ void init() const {
+    FLASH_DEVICE void init() const {
         this->init_pipelines(1, 2);  // the producers of Q and V read work tiles
     }
 
-    __device__ __forceinline__ void produce() const {
+    FLASH_DEVICE void produce() const {
         if (warp_id() == 0) this->produce_k([](const QueryTile&, int) {});
         if (warp_id() == 2) this->produce_v();
         if (warp_id() == 3) this->produce_q();
@@ -90,8 +90,8 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
 
     // Releases KV tiles that this consumer does not use.
     template <class Pipeline>
-    __device__ __forceinline__ void skip(const Pipeline& pipeline, typename Pipeline::State& state,
-                                         int tiles, bool& ready) const {
+    FLASH_DEVICE void skip(const Pipeline& pipeline, typename Pipeline::State& state, int tiles,
+                           bool& ready) const {
         for (; tiles > 0; --tiles) {
             pipeline.consumer_wait(state);  // otherwise this warp would arrive twice in one phase
             release_and_advance(pipeline, state);
@@ -99,7 +99,7 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
         }
     }
 
-    __device__ __forceinline__ void begin_tile(State& x) const {
+    FLASH_DEVICE void begin_tile(State& x) const {
         const QueryTile& tile = work_tiles[x.tile];
         x.full_tiles = full_tiles(tile);
         if constexpr (!kTuning.ping_pong) {  // which needs equal numbers of iterations
@@ -114,7 +114,7 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
 
     // Skips the first Q tiles if this consumer has no rows of them. These are the last tiles of
     // sequences, the longest ones under a causal mask; or those of decoding, with a few rows.
-    __device__ __forceinline__ void skip_empty_tiles(State& x) const {
+    FLASH_DEVICE void skip_empty_tiles(State& x) const {
         while (true) {
             work_tiles.descriptions.consumer_wait(x.tile);
             const QueryTile& tile = work_tiles[x.tile];
@@ -147,7 +147,7 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
     static constexpr bool kYieldsInStore = kHeadDim % 128 == 0;
 
     // Starts S = Q K^T.
-    __device__ __forceinline__ void issue_scores(State& x) const {
+    FLASH_DEVICE void issue_scores(State& x) const {
         // Q stays in place for many iterations.
         constexpr bool kPinned = kHeadDim > 128;
         const KMajor<QTile, kPinned> q_rows(q_pipeline.stage(x.q), consumer * 64);
@@ -156,15 +156,14 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
     }
 
     // Starts O = P V or O += P V.
-    __device__ __forceinline__ void issue_output(const State& x, const Probabilities& rP,
-                                                 bool accumulate) const {
+    FLASH_DEVICE void issue_output(const State& x, const Probabilities& rP, bool accumulate) const {
         const auto v_columns = this->template operand<MNMajor<VTile, false>>(v_pipeline, x.v);
         gemm_async<Element, kBlockKV>(x.rO, rP, v_columns, accumulate);
     }
 
     // P from the complete scores. new_tile: they are the first of a Q tile, whose softmax begins.
     template <bool kUnmasked>
-    __device__ __forceinline__ void compute_p(State& x, Probabilities& rP, bool new_tile) const {
+    FLASH_DEVICE void compute_p(State& x, Probabilities& rP, bool new_tile) const {
         warpgroup_fence(x.rS);
         release_and_advance(k_pipeline, x.k);
         if constexpr (kTestsEarly) {
@@ -186,7 +185,7 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
     // Before P V: rescales O, or stores it as the result of the previous Q tile. kInTurn: it is
     // this consumer's turn.
     template <bool kInTurn>
-    __device__ __forceinline__ void rescale_or_store(State& x) const {
+    FLASH_DEVICE void rescale_or_store(State& x) const {
         if (!x.first_iteration) {
             x.rescaling.apply(x.rO);
         } else if (x.output_pending) {
@@ -201,8 +200,7 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
 
     // Stores O / l and lse, or the results of a split.
     template <bool kLast = false>
-    __device__ __forceinline__ void store(Output& rO, Softmax& softmax,
-                                          const QueryTile& tile) const {
+    FLASH_DEVICE void store(Output& rO, Softmax& softmax, const QueryTile& tile) const {
         this->normalize(rO, softmax);
         this->template store_tile<kLast>(rO, softmax, tile);
     }
@@ -213,8 +211,8 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
     // the first of the next one. With kUnmasked it stays within a Q tile, its scores need no mask,
     // and P is not of the Q tile's first iteration.
     template <bool kUnmasked>
-    __device__ __forceinline__ void iterate(State& x, const Probabilities& rP,
-                                            Probabilities& next_rP, bool new_tile = false) const {
+    FLASH_DEVICE void iterate(State& x, const Probabilities& rP, Probabilities& next_rP,
+                              bool new_tile = false) const {
         if constexpr (kUnmasked) --x.kv_tile;
         k_pipeline.consumer_wait(x.k, x.k_ready);
         Order::wait(consumer);
@@ -248,7 +246,7 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
         if (new_tile) skip(v_pipeline, x.v, x.skipped_tiles, x.v_ready);
     }
 
-    __device__ __forceinline__ void consume() const {
+    FLASH_DEVICE void consume() const {
         Scores rS;
         Output rO;
         Softmax softmax, prev_softmax;

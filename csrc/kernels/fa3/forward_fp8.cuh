@@ -80,7 +80,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
     // Has the KV tile keys of two blocks of descales?
     static constexpr bool kTwoKScales = kDescaleRows % kBlockKV != 0;
 
-    __device__ __forceinline__ void init() const {
+    FLASH_DEVICE void init() const {
         // Q's producer and the warps that transpose read work tiles.
         this->init_pipelines(kTransposers, 1 + kTransposers);
         row_major_v.init(kTransposers);
@@ -88,7 +88,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
 
     // --- Producers ---
 
-    __device__ __forceinline__ void produce() const {
+    FLASH_DEVICE void produce() const {
         typename RowMajorVPipeline::State v;
         const auto load_v = [&](const QueryTile& tile, int first_key) {
             const KeyRows keys = key_rows(params, tile.sequence);
@@ -100,12 +100,12 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         if (warp_id() == 0) this->produce_k(load_v);
         if (warp_id() == 3) this->produce_q();
     }
-    __device__ __forceinline__ void produce_by_warps() const {
+    FLASH_DEVICE void produce_by_warps() const {
         if (warp_id() > 0 && warp_id() <= kTransposers) transpose_v();
     }
 
     // Transposes V tiles, by all lanes of kTransposers warps.
-    __device__ __forceinline__ void transpose_v() const {
+    FLASH_DEVICE void transpose_v() const {
         typename RowMajorVPipeline::State from;
         typename VPipeline::State to;
         for (WorkTileState t;; t.advance()) {
@@ -147,7 +147,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
     struct ScoreScale {
         const State& x;
 
-        __device__ __forceinline__ float operator()(int n, int i) const {
+        FLASH_DEVICE float operator()(int n, int i) const {
             float k_scale = x.k_scale[0];
             if constexpr (kTwoKScales)
                 if (8 * n >= x.second_k_scale) k_scale = x.k_scale[1];
@@ -158,8 +158,8 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
 
     // The descales of a query head, or of its KV head. 1 for a tile without keys, whose sequence
     // may have none.
-    __device__ __forceinline__ const float* descales_of(const Descale& x, const QueryTile& tile,
-                                                        int head_q) const {
+    FLASH_DEVICE const float* descales_of(const Descale& x, const QueryTile& tile,
+                                          int head_q) const {
         if (x.data == nullptr || tile.sequence.seqlen_k == 0) return &kNoDescale;
         const int head = x.by_query_head ? head_q : head_k(head_q);
         return x.data + tile.sequence.index() * x.batch_stride + head * x.head_stride;
@@ -167,16 +167,16 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
 
     // The last block of descales, 0 if there are no blocks. Wrong offsets of sequences must not
     // read beyond it.
-    static __device__ __forceinline__ int last_block(const float* descales, const Descale& x) {
+    static FLASH_DEVICE int last_block(const float* descales, const Descale& x) {
         return descales == &kNoDescale ? 0 : x.last_block;
     }
 
     // Is the scale negative? Hidden scores are -inf before they are multiplied. So all iterations
     // are those with a mask, which negate the scores first, and factors have its magnitude.
-    __device__ __forceinline__ bool is_negative() const { return params.scale_log2 < 0.f; }
+    FLASH_DEVICE bool is_negative() const { return params.scale_log2 < 0.f; }
 
     // The factors of this lane's two rows, without the keys' factors, and where K's descales are.
-    __device__ __forceinline__ void begin_scales(State& x, const QueryTile& tile) const {
+    FLASH_DEVICE void begin_scales(State& x, const QueryTile& tile) const {
         for_each_row<16>([&](int, int i, int lane_row) {
             const int row = warp_row() + lane_row;
             const int head = tile.head + min_of(this->head_of(row), group() - 1);
@@ -193,7 +193,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
     }
 
     // K's descales of the KV tile, which may reach into a second block.
-    __device__ __forceinline__ void load_k_scales(State& x) const {
+    FLASH_DEVICE void load_k_scales(State& x) const {
         const auto load = [&](int block) {
             return __ldg(x.k_descales +
                          min_of(block, x.last_k_block) * params.k_descale.last_stride);
@@ -211,13 +211,13 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
     }
 
     // By how many powers of two row i of this thread is cooled.
-    __device__ __forceinline__ uint8_t& cooling(int i) const {
+    FLASH_DEVICE uint8_t& cooling(int i) const {
         return storage.cooling[ptx::not_hoisted(threadIdx.x) - 128][i];
     }
 
     // Cools rows of large scores (fp8_softmax.cuh). Infinite ones are cooled more than once.
     template <class Form, class Scale>
-    __device__ __forceinline__ void cool(State& x, const Scale& scale) const {
+    FLASH_DEVICE void cool(State& x, const Scale& scale) const {
         x.scale_limit = -INFINITY;  // in this tile
         bool changed;
         do {
@@ -237,7 +237,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
     }
 
     // After the last P of a tile: m becomes what it would be without cooling.
-    __device__ __forceinline__ void warm(State& x) const {
+    FLASH_DEVICE void warm(State& x) const {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             // With more powers m is infinite.
@@ -247,7 +247,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
     }
 
     // Multiplies O by V's descales, per head or per channel.
-    __device__ __forceinline__ void descale_output(Output& rO, const QueryTile& tile) const {
+    FLASH_DEVICE void descale_output(Output& rO, const QueryTile& tile) const {
         const float* source = descales_of(params.v_descale, tile, tile.head);
         const int64_t stride = source == &kNoDescale ? 0 : params.v_descale.last_stride;
         if (stride == 0) {
@@ -276,7 +276,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
 
     // Starts S = Q K^T, of kKeys keys from kFirstKey of the tile on, if there are any.
     template <int kFirstKey, int kKeys>
-    __device__ __forceinline__ void issue_scores(State& x) const {
+    FLASH_DEVICE void issue_scores(State& x) const {
         if constexpr (kKeys > 0) {
             // Q stays in place for many iterations.
             constexpr bool kPinned = kHeadDim > 128;
@@ -292,8 +292,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
     // first kPartialCols keys' scores hold P V, as many columns at a time. kStartScores: the next
     // scores of the other keys, whose registers are free, are computed beside the last additions.
     template <bool kStartScores>
-    __device__ __forceinline__ void add_output(State& x, const Probabilities& rP,
-                                               bool accumulate) const {
+    FLASH_DEVICE void add_output(State& x, const Probabilities& rP, bool accumulate) const {
         static_assert(kPartialCols <= kBlockKV);
         auto& rPartial = x.rS.template columns<kPartialCols>(0);
         constexpr int kSteps = kHeadDimV / kPartialCols;
@@ -316,7 +315,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
 
     // P from the complete scores. new_tile: they are the first of a Q tile, whose softmax begins.
     template <bool kUnmasked>
-    __device__ __forceinline__ void compute_p(State& x, Probabilities& rP, bool new_tile) const {
+    FLASH_DEVICE void compute_p(State& x, Probabilities& rP, bool new_tile) const {
         warpgroup_fence(x.rS);
         release_and_advance(k_pipeline, x.k);
         if (Tiles::kReleaseEarly && !kUnmasked && x.kv_tile == x.first_kv_tile)
@@ -339,7 +338,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
     }
 
     // Before P V: rescales O, or stores it as the result of the previous Q tile.
-    __device__ __forceinline__ void rescale_or_store(State& x) const {
+    FLASH_DEVICE void rescale_or_store(State& x) const {
         if (kOverlapsStore || !x.first_iteration) {
             x.rescaling.apply(x.rO);
         } else if (x.output_pending) {
@@ -352,8 +351,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
 
     // Stores O / l and lse, or the results of a split.
     template <bool kLast = false>
-    __device__ __forceinline__ void store(Output& rO, Softmax& softmax,
-                                          const QueryTile& tile) const {
+    FLASH_DEVICE void store(Output& rO, Softmax& softmax, const QueryTile& tile) const {
         this->normalize(rO, softmax);
         descale_output(rO, tile);
         this->template store_tile<kLast>(rO, softmax, tile);
@@ -361,7 +359,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
 
     // --- The loop ---
 
-    __device__ __forceinline__ void begin_tile(State& x) const {
+    FLASH_DEVICE void begin_tile(State& x) const {
         const QueryTile& tile = work_tiles[x.tile];
         x.full_tiles = is_negative() ? Interval{0, 0} : full_tiles(tile);
         begin_scales(x, tile);
@@ -371,8 +369,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
     // One iteration: P V is complete before the Q K^T that takes its registers starts. new_tile and
     // kUnmasked as in forward.cuh.
     template <bool kUnmasked>
-    __device__ __forceinline__ void iterate(State& x, Probabilities& rP,
-                                            bool new_tile = false) const {
+    FLASH_DEVICE void iterate(State& x, Probabilities& rP, bool new_tile = false) const {
         if constexpr (kUnmasked) --x.kv_tile;
         k_pipeline.consumer_wait(x.k, x.k_ready);
         if constexpr (kUnmasked) {
@@ -402,7 +399,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         compute_p<kUnmasked>(x, rP, new_tile);
     }
 
-    __device__ __forceinline__ void consume() const {
+    FLASH_DEVICE void consume() const {
         Scores rS;
         Output rO;
         Softmax softmax, prev_softmax;

@@ -90,11 +90,11 @@ struct Fa3ForwardTiles : Fa3Cta<Fa3ForwardParams, QueryTile, kTuning.consumers> 
     KPipeline k_pipeline{storage.k, storage.k_barriers};
     VPipeline v_pipeline{storage.v, storage.v_barriers};
 
-    __device__ __forceinline__ explicit Fa3ForwardTiles(const Fa3ForwardParams& p)
+    FLASH_DEVICE explicit Fa3ForwardTiles(const Fa3ForwardParams& p)
         : Cta(p, shared_storage<SharedStorage>().work_tiles) {}
 
     // producers_of_v: arrivals that fill a V stage; tile_readers: producers that read work tiles.
-    __device__ __forceinline__ void init_pipelines(int producers_of_v, int tile_readers) const {
+    FLASH_DEVICE void init_pipelines(int producers_of_v, int tile_readers) const {
         constexpr int kReaders = kConsumers * 4;
         ptx::prefetch_tensor_map(params.q_map);
         ptx::prefetch_tensor_map(params.k_map);
@@ -107,25 +107,19 @@ struct Fa3ForwardTiles : Fa3Cta<Fa3ForwardParams, QueryTile, kTuning.consumers> 
 
     // --- The rows of a Q tile: queries, or the heads of a group ---
 
-    __device__ __forceinline__ int pack_gqa_log2() const {
-        return kMayHaveSplits ? params.pack_gqa_log2 : 0;
-    }
-    __device__ __forceinline__ int query_of(const QueryTile& tile, int row) const {
+    FLASH_DEVICE int pack_gqa_log2() const { return kMayHaveSplits ? params.pack_gqa_log2 : 0; }
+    FLASH_DEVICE int query_of(const QueryTile& tile, int row) const {
         return tile.first_query + (row >> pack_gqa_log2());
     }
     // The head within the group.
-    __device__ __forceinline__ int head_of(int row) const {
-        return row & ((1 << pack_gqa_log2()) - 1);
-    }
+    FLASH_DEVICE int head_of(int row) const { return row & ((1 << pack_gqa_log2()) - 1); }
     // The first row of this thread's warp within the Q tile. Computed when it is needed: otherwise
     // it would occupy a register throughout the loop.
-    __device__ __forceinline__ int warp_row() const {
-        return (ptx::not_hoisted(threadIdx.x) / 32 - 4) * 16;
-    }
+    FLASH_DEVICE int warp_row() const { return (ptx::not_hoisted(threadIdx.x) / 32 - 4) * 16; }
 
     // --- Producers ---
 
-    __device__ __forceinline__ void describe_next(QueryTile& tile, int linear) const {
+    FLASH_DEVICE void describe_next(QueryTile& tile, int linear) const {
         WorkTile work = work_tile(linear, params.schedule);
         if constexpr (kMayHaveSplits) {
             tile.split = work.tile_index % params.num_splits;
@@ -146,7 +140,7 @@ struct Fa3ForwardTiles : Fa3Cta<Fa3ForwardParams, QueryTile, kTuning.consumers> 
     // Fetches the Q tiles and loads their K tiles, last to first. The next Q tile is fetched a few
     // iterations before it is needed. also_load(tile, first key) comes after each K tile.
     template <class AlsoLoad>
-    __device__ __forceinline__ void produce_k(AlsoLoad also_load) const {
+    FLASH_DEVICE void produce_k(AlsoLoad also_load) const {
         typename KPipeline::State k;
         const int total = cta_count(params.schedule);
         const int at_once = params.schedule.tiles_at_once;
@@ -179,7 +173,7 @@ struct Fa3ForwardTiles : Fa3Cta<Fa3ForwardParams, QueryTile, kTuning.consumers> 
             });
     }
 
-    __device__ __forceinline__ void produce_v() const {
+    FLASH_DEVICE void produce_v() const {
         typename VPipeline::State v;
         work_tiles.for_each([&](const QueryTile& tile) {
             const KeyRows keys = key_rows(params, tile.sequence);
@@ -193,7 +187,7 @@ struct Fa3ForwardTiles : Fa3Cta<Fa3ForwardParams, QueryTile, kTuning.consumers> 
         });
     }
 
-    __device__ __forceinline__ void produce_q() const {
+    FLASH_DEVICE void produce_q() const {
         typename QPipeline::State q;
         work_tiles.for_each([&](const QueryTile& tile) {
             if constexpr (QPipeline::kStages == 1)  // still in use by the previous tile
@@ -212,7 +206,7 @@ struct Fa3ForwardTiles : Fa3Cta<Fa3ForwardParams, QueryTile, kTuning.consumers> 
 
     // visit(tensor rows, row of the tile, the tensor row that is loaded to it), for each box.
     template <class Visit>
-    __device__ __forceinline__ void for_each_q_load(const QueryTile& tile, Visit visit) const {
+    FLASH_DEVICE void for_each_q_load(const QueryTile& tile, Visit visit) const {
         const Sequence& s = tile.sequence;
         TensorRows rows = query_rows<Element>(params.q, s, tile.head);
 #pragma unroll 1
@@ -261,7 +255,7 @@ struct Fa3ForwardTiles : Fa3Cta<Fa3ForwardParams, QueryTile, kTuning.consumers> 
 
     // Waits for the next Q tile's description. Returns false if there is no more work.
     template <class State>
-    __device__ __forceinline__ bool find_tile(State& x) const {
+    FLASH_DEVICE bool find_tile(State& x) const {
         work_tiles.descriptions.consumer_wait(x.tile);
         const QueryTile& tile = work_tiles[x.tile];
         x.kv_tile = ptx::warp_uniform(tile.kv_tiles.end) - 1;
@@ -272,7 +266,7 @@ struct Fa3ForwardTiles : Fa3Cta<Fa3ForwardParams, QueryTile, kTuning.consumers> 
     // Goes on to the next KV tile. Returns true after the last one: then it leaves the Q tile, and
     // find_tile() comes next.
     template <class State>
-    __device__ __forceinline__ bool advance(State& x) const {
+    FLASH_DEVICE bool advance(State& x) const {
         const bool last = x.kv_tile == x.first_kv_tile;
         --x.kv_tile;
         if (last) {
@@ -283,19 +277,19 @@ struct Fa3ForwardTiles : Fa3Cta<Fa3ForwardParams, QueryTile, kTuning.consumers> 
     }
 
     // This consumer's queries, and the indices of the KV tiles of which they see every key.
-    __device__ __forceinline__ Interval queries_of(const QueryTile& tile) const {
+    FLASH_DEVICE Interval queries_of(const QueryTile& tile) const {
         return {query_of(tile, consumer * 64), query_of(tile, consumer * 64 + 63) + 1};
     }
-    __device__ __forceinline__ Interval full_tiles(const QueryTile& tile) const {
+    FLASH_DEVICE Interval full_tiles(const QueryTile& tile) const {
         return tile.kv_tiles.full_for(mask_of(params, tile.sequence), queries_of(tile), kBlockKV);
     }
 
     // The operand in a stage: the one in the first stage, moved, if there are registers for its
     // descriptor. That is one instruction from a full barrier to the matmul, and not five.
     template <class Operand, class Pipeline, class... FirstRow>
-    static __device__ __forceinline__ Operand operand(const Pipeline& pipeline,
-                                                      const typename Pipeline::State& state,
-                                                      FirstRow... first_row) {
+    static FLASH_DEVICE Operand operand(const Pipeline& pipeline,
+                                        const typename Pipeline::State& state,
+                                        FirstRow... first_row) {
         if constexpr (kConsumers > 2) {
             Operand first(pipeline.stages, first_row...);
             first.move(state.stage * Pipeline::kStageBytes);
@@ -307,8 +301,7 @@ struct Fa3ForwardTiles : Fa3Cta<Fa3ForwardParams, QueryTile, kTuning.consumers> 
 
     // Applies the options, and the mask unless kUnmasked excludes one.
     template <bool kUnmasked, class State>
-    __device__ __forceinline__ void finish_scores(RegisterTile<16, kBlockKV>& rS,
-                                                  const State& x) const {
+    FLASH_DEVICE void finish_scores(RegisterTile<16, kBlockKV>& rS, const State& x) const {
         const QueryTile& tile = work_tiles[x.tile];
         const int first_row = warp_row();
         const int first_key = tile.kv_tiles.tile(x.kv_tile) * kBlockKV;
@@ -325,7 +318,7 @@ struct Fa3ForwardTiles : Fa3Cta<Fa3ForwardParams, QueryTile, kTuning.consumers> 
 
     // With the sink, which is in the first split.
     template <class Softmax>
-    __device__ __forceinline__ Softmax begin_softmax(const QueryTile& tile) const {
+    FLASH_DEVICE Softmax begin_softmax(const QueryTile& tile) const {
         Softmax softmax;
         const bool first_split = !kMayHaveSplits || tile.split == 0;
         if (params.sink == nullptr || !first_split || !tile.sequence.is_owned(params))
@@ -342,14 +335,14 @@ struct Fa3ForwardTiles : Fa3Cta<Fa3ForwardParams, QueryTile, kTuning.consumers> 
 
     // O / l.
     template <class Softmax>
-    static __device__ __forceinline__ void normalize(Output& rO, Softmax& softmax) {
+    static FLASH_DEVICE void normalize(Output& rO, Softmax& softmax) {
         softmax.finish();
         RowRescaling{true, {softmax.inverse_sum(0, 0), softmax.inverse_sum(0, 1)}}.apply(rO);
     }
 
     // Calls store(element of out).
     template <class Store>
-    __device__ __forceinline__ void with_out_type(Store store) const {
+    FLASH_DEVICE void with_out_type(Store store) const {
         if constexpr (sizeof(Element) == 2) {
             store(Element{});
         } else if (params.out_type == ElementType::kFloat16) {
@@ -363,8 +356,8 @@ struct Fa3ForwardTiles : Fa3Cta<Fa3ForwardParams, QueryTile, kTuning.consumers> 
     // Only then may the heads of a group be written to out: in the loop the test would cost splits
     // time.
     template <bool kLast, class Softmax>
-    __device__ __forceinline__ void store_tile(const Output& rO, const Softmax& softmax,
-                                               const QueryTile& tile) const {
+    FLASH_DEVICE void store_tile(const Output& rO, const Softmax& softmax,
+                                 const QueryTile& tile) const {
         const Sequence& s = tile.sequence;
         // A logarithm takes a hundred cycles: of the four lanes of two rows, two compute one each.
         const int i = lane_id() % 2;
@@ -416,7 +409,7 @@ struct Fa3ForwardTiles : Fa3Cta<Fa3ForwardParams, QueryTile, kTuning.consumers> 
 
     // Stores 16 rows that need not be adjacent: row_of(row) is where each is, or null.
     template <class RowOf>
-    static __device__ __forceinline__ void store_apart(const Output& rO, int cols, RowOf row_of) {
+    static FLASH_DEVICE void store_apart(const Output& rO, int cols, RowOf row_of) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             auto* row = row_of(lane_row() + 8 * i);

@@ -22,7 +22,7 @@ struct QueryTile {
     bool large_lse;  // in the backward: does any row of the call have a reference?
     int row_group;   // in backward_dq.cuh: of query 0, see plan/workspace_rows.cuh
 
-    __device__ __forceinline__ int& first_row() { return first_query; }
+    FLASH_DEVICE int& first_row() { return first_query; }
 };
 
 // A tile of K and V and the Q tiles that see its keys.
@@ -34,10 +34,10 @@ struct KeyTile {
     bool large_lse;       // does any row of the call have a reference?
     int first_row_group;  // see plan/workspace_rows.cuh; only in backward.cuh
 
-    __device__ __forceinline__ int& first_row() { return first_key; }
+    FLASH_DEVICE int& first_row() { return first_key; }
 };
 
-__device__ __forceinline__ VisibleTiles warp_uniform(const VisibleTiles& tiles) {
+FLASH_DEVICE VisibleTiles warp_uniform(const VisibleTiles& tiles) {
     return {ptx::warp_uniform(tiles.begin), ptx::warp_uniform(tiles.end)};
 }
 
@@ -45,8 +45,8 @@ __device__ __forceinline__ VisibleTiles warp_uniform(const VisibleTiles& tiles) 
 // mask it is the longest. For a padding tile first_query is negative. Members are written one by
 // one, since producers have few registers.
 template <class Kernel>
-__device__ __forceinline__ void describe(QueryTile& query_tile, const AttentionParams& params,
-                                         const WorkTile& work, int queries = Kernel::kBlockQ) {
+FLASH_DEVICE void describe(QueryTile& query_tile, const AttentionParams& params,
+                           const WorkTile& work, int queries = Kernel::kBlockQ) {
     query_tile.head = work.head;
     const SequenceTile tile =
         tile_of<true, Rows::kQueries>(params, work.batch, work.tile_index, queries);
@@ -60,8 +60,7 @@ __device__ __forceinline__ void describe(QueryTile& query_tile, const AttentionP
 
 // Describes a KV tile. For a padding tile first_key is not written.
 template <class Kernel>
-__device__ __forceinline__ void describe(KeyTile& key_tile, const AttentionParams& params,
-                                         const WorkTile& work) {
+FLASH_DEVICE void describe(KeyTile& key_tile, const AttentionParams& params, const WorkTile& work) {
     key_tile.head = work.head;
     const SequenceTile tile =
         tile_of<true, Rows::kKeys>(params, work.batch, work.tile_index, Kernel::kBlockKV);
@@ -96,28 +95,28 @@ struct WorkTilePipeline {
     Storage& storage;
     Descriptions descriptions;
 
-    __device__ __forceinline__ explicit WorkTilePipeline(Storage& s)
+    FLASH_DEVICE explicit WorkTilePipeline(Storage& s)
         : storage(s), descriptions(s.stages, s.barriers) {}
 
-    __device__ __forceinline__ void init(int readers) const {
+    FLASH_DEVICE void init(int readers) const {
         descriptions.init(readers);
         ptx::mbarrier_init(fetch_barrier(), 1);
     }
 
-    __device__ __forceinline__ Tile& operator[](const State& t) const {
+    FLASH_DEVICE Tile& operator[](const State& t) const {
         return *reinterpret_cast<Tile*>(storage.stages.bytes[t.stage]);
     }
 
     // The phase of a pipeline with one stage that is filled once per tile. It is the parity of the
     // number of the tile, and of its stage, since kStages is even.
-    static __device__ __forceinline__ uint32_t phase(const State& t) { return t.stage % 2; }
+    static FLASH_DEVICE uint32_t phase(const State& t) { return t.stage % 2; }
 
     // By the producer that describes tiles: `linear` first, then those that are fetched, until one
     // is >= `total`. describe(tile, linear) leaves first_row() negative for a padding tile, which
     // is passed over. committed(tile, t) may issue loads and returns the next tile that it fetched.
     template <class Fetch, class Describe, class Committed>
-    __device__ __forceinline__ void produce(int linear, int total, Fetch fetch, Describe describe,
-                                            Committed committed) const {
+    FLASH_DEVICE void produce(int linear, int total, Fetch fetch, Describe describe,
+                              Committed committed) const {
         for (State t;; t.advance()) {
             descriptions.producer_acquire(t);
             Tile& tile = (*this)[t];
@@ -134,15 +133,15 @@ struct WorkTilePipeline {
     }
 
     // By the producer that loads, when the loads of its tile are nearly complete ...
-    __device__ __forceinline__ void allow_fetch() const { ptx::mbarrier_arrive(fetch_barrier()); }
+    FLASH_DEVICE void allow_fetch() const { ptx::mbarrier_arrive(fetch_barrier()); }
     // ... and by the producer that fetches, which waits for this.
-    __device__ __forceinline__ void wait_to_fetch(const State& t) const {
+    FLASH_DEVICE void wait_to_fetch(const State& t) const {
         ptx::mbarrier_wait(fetch_barrier(), phase(t));
     }
 
     // By a producer that loads: visits the tiles in order.
     template <class Visit>
-    __device__ __forceinline__ void for_each(Visit visit) const {
+    FLASH_DEVICE void for_each(Visit visit) const {
         for (State t;; t.advance()) {
             descriptions.consumer_wait(t);
             Tile& tile = (*this)[t];
@@ -153,23 +152,19 @@ struct WorkTilePipeline {
     }
 
  private:
-    __device__ __forceinline__ uint32_t fetch_barrier() const {
-        return ptx::shared_address(&storage.fetch);
-    }
+    FLASH_DEVICE uint32_t fetch_barrier() const { return ptx::shared_address(&storage.fetch); }
 };
 
 // Where the queries of a sequence are, for TMA.
 template <class Element>
-__device__ __forceinline__ TensorRows query_rows(const TensorView& view, const Sequence& s,
-                                                 int head) {
+FLASH_DEVICE TensorRows query_rows(const TensorView& view, const Sequence& s, int head) {
     return tensor_rows<Element>(view, s.batch, head, s.q_begin, s.seqlen_q);
 }
 
 // A warp's rows of dK or dV, from row `row` of the KV tile on.
 template <class Element>
-__device__ __forceinline__ GlobalTile<Element> gradient_rows(const TensorView& view,
-                                                             const KeyTile& tile, int row,
-                                                             int cols) {
+FLASH_DEVICE GlobalTile<Element> gradient_rows(const TensorView& view, const KeyTile& tile, int row,
+                                               int cols) {
     const Sequence& s = tile.sequence;
     const int first = tile.first_key + row;
     return global_tile<Element>(view, s.batch, s.k_begin + first, tile.head, s.rows_k - first,
@@ -178,7 +173,7 @@ __device__ __forceinline__ GlobalTile<Element> gradient_rows(const TensorView& v
 
 // Writes zeros to a warp's 16 rows of a result of at most kMostCols columns.
 template <int kMostCols = tuning::kMaxHeadDim, class Element>
-__device__ __forceinline__ void store_zeros(const GlobalTile<Element>& g) {
+FLASH_DEVICE void store_zeros(const GlobalTile<Element>& g) {
     constexpr int kCols = 32 * 8;  // at a time, 16 bytes a lane
     static_assert(kMostCols <= 2 * kCols);
     const auto store = [&](int row, int col) {
@@ -193,8 +188,8 @@ __device__ __forceinline__ void store_zeros(const GlobalTile<Element>& g) {
 // Stores dK or dV to rows of gradient_rows(). That of parts is in float32, a number in the place of
 // two elements.
 template <class Element, class Gradient>
-__device__ __forceinline__ void store_gradient(const BackwardParams& params,
-                                               const GlobalTile<Element>& g, const Gradient& x) {
+FLASH_DEVICE void store_gradient(const BackwardParams& params, const GlobalTile<Element>& g,
+                                 const Gradient& x) {
     if (params.parts > 1) {
         store_rows(
             GlobalTile<float>{reinterpret_cast<float*>(g.data), g.row_stride / 2, g.rows, g.cols},
@@ -204,8 +199,7 @@ __device__ __forceinline__ void store_gradient(const BackwardParams& params,
     }
 }
 template <int kMostCols, class Element>
-__device__ __forceinline__ void store_zero_gradient(const BackwardParams& params,
-                                                    GlobalTile<Element> g) {
+FLASH_DEVICE void store_zero_gradient(const BackwardParams& params, GlobalTile<Element> g) {
     if (params.parts > 1) g.cols *= 2;
     store_zeros<2 * kMostCols>(g);
 }

@@ -19,9 +19,7 @@ enum class Columns { kAmax, kSum };
 
 // The factor of rows in sums for a mean: with it no sum overflows. A power of two, less than
 // 1 / length but at least half of it.
-__device__ __forceinline__ float share_of(int length) {
-    return __uint_as_float((95 + __clz(length)) << 23);
-}
+FLASH_DEVICE float share_of(int length) { return __uint_as_float((95 + __clz(length)) << 23); }
 
 template <class Element, Columns kColumns>
 __global__ void __launch_bounds__(kMaxQuantizeThreads, 2)

@@ -21,7 +21,7 @@
 
 namespace flash_ext {
 
-__device__ __forceinline__ float descale_of(const QuantizeParams& params, float amax) {
+FLASH_DEVICE float descale_of(const QuantizeParams& params, float amax) {
     if (!(amax > 0.f)) return amax + 1.f;  // of 0 and NaN
     amax = fmaxf(amax, params.least_amax);
     return static_cast<float>(amax * params.descale_of_1);  // in float32 it might overflow
@@ -37,8 +37,8 @@ FLASH_HOST_DEVICE int64_t scale_count(const QuantizeParams& params) {
 // Of descales of blocks, CTAs with rows write their own, and the first of a sequence those that the
 // sequence does not reach.
 template <class Layout>
-__device__ __forceinline__ void store_block_descales(const QuantizeParams& params,
-                                                     const RowTile& tile, float amax) {
+FLASH_DEVICE void store_block_descales(const QuantizeParams& params, const RowTile& tile,
+                                       float amax) {
     if (tile.sequence < 0) return;
     float* descale = params.descale + tile.scale_head(params) * params.blocks;
     if (Layout::thread() == 0 && tile.rows > 0 && tile.tile < params.blocks)
@@ -50,17 +50,15 @@ __device__ __forceinline__ void store_block_descales(const QuantizeParams& param
 }
 
 // The maximum of a tile's tensor or head.
-__device__ __forceinline__ float& amax_of(const QuantizeParams& params, const RowTile& tile) {
+FLASH_DEVICE float& amax_of(const QuantizeParams& params, const RowTile& tile) {
     return params.amax[params.scales == Scales::kHead ? tile.scale_head(params) : 0];
 }
 
 // Stores a warp's results: a lane stores those of the vectors 64 i + 2 lane, the first of them at
 // `at`, and of the next ones. Rows that are not in use become 0, but not -0.
 template <class Layout>
-__device__ __forceinline__ void store_results(const QuantizeParams& params,
-                                              const TilePosition<Layout>& at,
-                                              const WarpRows<Layout>& results,
-                                              const RowTile& tile) {
+FLASH_DEVICE void store_results(const QuantizeParams& params, const TilePosition<Layout>& at,
+                                const WarpRows<Layout>& results, const RowTile& tile) {
     const int64_t row_bytes = int64_t{params.heads} * params.head_dim;
     uint8_t* target = params.x_8bit +
                       (int64_t{tile.batch} * params.rows + tile.begin + at.row()) * row_bytes +
@@ -79,8 +77,8 @@ __device__ __forceinline__ void store_results(const QuantizeParams& params,
 }
 
 // The factors of eight columns from `column` on, of a scale for each.
-__device__ __forceinline__ void load_factors(float (&factors)[8], const QuantizeParams& params,
-                                             const RowTile& tile, int column) {
+FLASH_DEVICE void load_factors(float (&factors)[8], const QuantizeParams& params,
+                               const RowTile& tile, int column) {
     alignas(16) float amax[8] = {};
     if (tile.sequence >= 0) {
         const auto* source = reinterpret_cast<const float4*>(
@@ -93,7 +91,7 @@ __device__ __forceinline__ void load_factors(float (&factors)[8], const Quantize
 }
 
 template <class Rows>
-__device__ __forceinline__ void quantize_tiles(const QuantizeParams& params) {
+FLASH_DEVICE void quantize_tiles(const QuantizeParams& params) {
     using Layout = typename Rows::Layout;
     __shared__ TileMaxima<Layout> maxima;
     maxima.init();

@@ -28,13 +28,13 @@
 namespace flash_ext {
 
 // The factor from numbers to results, from the maximum over kSumDivisor.
-__device__ __forceinline__ float factor_of(const QuantizeParams& params, float amax) {
+FLASH_DEVICE float factor_of(const QuantizeParams& params, float amax) {
     return params.numerator / fmaxf(amax, params.least_amax);
 }
 
 // Eight numbers times their factors, rounded to int8, ties to even. They are at most 127 units in
 // magnitude; what a NaN becomes does not matter, as its scale is NaN.
-__device__ __forceinline__ uint2 scaled(Int8, const float* x, const float (&factors)[8]) {
+FLASH_DEVICE uint2 scaled(Int8, const float* x, const float (&factors)[8]) {
     // Added to a number, has its units in the low bits.
     constexpr float kOneAndAHalf = 0x1.8p23f * kInt8Unit;
     uint32_t bits[8];
@@ -49,7 +49,7 @@ __device__ __forceinline__ uint2 scaled(Int8, const float* x, const float (&fact
 }
 
 // The same, rounded to e4m3.
-__device__ __forceinline__ uint2 scaled(Float8, const float* x, const float (&factors)[8]) {
+FLASH_DEVICE uint2 scaled(Float8, const float* x, const float (&factors)[8]) {
     const auto pack = [&](int i) {
         return ptx::pack_e4m3(x[i] * factors[i], x[i + 1] * factors[i + 1],
                               x[i + 2] * factors[i + 2], x[i + 3] * factors[i + 3]);

@@ -57,24 +57,22 @@ struct TileLayout {
         return kScaleRows * params.head_dim / (8 * kVectors * kCtas);
     }
     // This thread's number among those of the tile.
-    static __device__ __forceinline__ uint32_t thread() {
+    static FLASH_DEVICE uint32_t thread() {
         return kCtas == 1 ? threadIdx.x : ptx::cta_rank() * blockDim.x + threadIdx.x;
     }
 
-    static __device__ __forceinline__ constexpr uint32_t swizzled(uint32_t vector) {
+    static FLASH_DEVICE constexpr uint32_t swizzled(uint32_t vector) {
         return vector ^ ((vector >> kSwizzle) & 7);
     }
-    static __device__ __forceinline__ constexpr uint32_t swizzled_piece(uint32_t piece) {
+    static FLASH_DEVICE constexpr uint32_t swizzled_piece(uint32_t piece) {
         return 2 * (piece / 2 ^ ((piece / 2 >> kResultSwizzle) & 7)) + piece % 2;
     }
 
     // `of_lane`: the address of the lane's first vector, or piece; `more`: the constant part.
-    static __device__ __forceinline__ constexpr uint32_t vector_address(uint32_t of_lane,
-                                                                        uint32_t more) {
+    static FLASH_DEVICE constexpr uint32_t vector_address(uint32_t of_lane, uint32_t more) {
         return (of_lane ^ swizzled(more) % 8 * 16) + swizzled(more) / 8 * 128;
     }
-    static __device__ __forceinline__ constexpr uint32_t piece_address(uint32_t of_lane,
-                                                                       uint32_t more) {
+    static FLASH_DEVICE constexpr uint32_t piece_address(uint32_t of_lane, uint32_t more) {
         return (of_lane ^ swizzled_piece(more) % 16 * 8) + swizzled_piece(more) / 16 * 128;
     }
 };
@@ -116,7 +114,7 @@ class TilePosition {
 
 // Is this the pass that rounds, after one for the maxima? It begins with the last tile of all: what
 // the pass before has left in L2.
-__device__ __forceinline__ bool is_second_pass(const QuantizeParams& params) {
+FLASH_DEVICE bool is_second_pass(const QuantizeParams& params) {
     return params.scales != Scales::kBlock && !params.finds_maxima;
 }
 
@@ -169,7 +167,7 @@ class TileStream {
 
     // Copies the warp's part of the next tile from x, as one group of cp.async. A lane copies the
     // vectors 32 i + lane. Rows that are not in use become zeros.
-    __device__ __forceinline__ void load_next(const QuantizeParams& params) {
+    FLASH_DEVICE void load_next(const QuantizeParams& params) {
         const RowTile& tile = next();
         if (!tile.is_valid) return;
         const uint16_t* x = static_cast<const uint16_t*>(params.x.data) +
@@ -200,7 +198,7 @@ struct TileMaxima {
 
     // Before the first maxima: initializes this CTA's barriers. wait_for_init() waits until the
     // other CTA has initialized its own.
-    __device__ __forceinline__ void init() {
+    FLASH_DEVICE void init() {
         if constexpr (Layout::kCtas > 1) {
             if (threadIdx.x == 0) {
                 ptx::mbarrier_init(ptx::shared_address(&arrived[0]), 1);
@@ -211,13 +209,13 @@ struct TileMaxima {
             ptx::cluster_arrive_relaxed();
         }
     }
-    __device__ __forceinline__ void wait_for_init() {
+    FLASH_DEVICE void wait_for_init() {
         if constexpr (Layout::kCtas > 1) ptx::cluster_wait();
     }
 
     // The maximum of x, which is not negative, over all threads of the CTA's tile number `tile`.
     // Bits of such floats are in the order of their values.
-    __device__ __forceinline__ float reduce(float x, uint32_t tile) {
+    FLASH_DEVICE float reduce(float x, uint32_t tile) {
         uint32_t (&maxima)[32] = of_warps[tile % 2];
         const uint32_t of_warp = __reduce_max_sync(0xffffffff, __float_as_uint(x));
         const uint32_t lane = ptx::lane_not_hoisted();

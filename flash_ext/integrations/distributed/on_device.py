@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import array
+import struct
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -100,11 +100,12 @@ HOST = torch.device("cpu")
 
 
 def numbers(values: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
-    """Integers as a tensor of the host. (torch.tensor is three times as slow.)"""
+    """Integers as a tensor of the host. (array.array needs twice the time, and torch.tensor six
+    times.)"""
     if not values:
         return torch.empty(0, dtype=dtype, device=HOST)
     code = {torch.int64: "q", torch.int32: "i"}[dtype]
-    return torch.frombuffer(array.array(code, values), dtype=dtype)
+    return torch.frombuffer(bytearray(struct.pack(f"{len(values)}{code}", *values)), dtype=dtype)
 
 
 def captures(device: torch.device) -> bool:

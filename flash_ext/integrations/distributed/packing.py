@@ -329,8 +329,8 @@ def _call(every: Numbers, width: int, run: list[_Chain], first: int, last: int) 
 class _Block(NamedTuple):
     """Rows of a rank that are parts of documents [first, last), of each some."""
 
-    chunk: int
-    """Of two blocks of unlike numbers, the rows of the lower one come first in each document."""
+    row: int
+    """The first one, of the whole sequence."""
 
     first: int
     last: int
@@ -339,18 +339,13 @@ class _Block(NamedTuple):
 
 
 def _blocks(shards: Sharding, mask: Mask) -> list[list[_Block]] | None:
-    """Of each rank, if there is no window, and every document has rows, or even every chunk of it;
-    then of a block's queries and another one's keys all documents are alike."""
-    documents, n = mask.documents_of(shards.rows), shards.ranks
-    count, cut = len(documents) - 1, shards.documents
+    """Of each rank, if there is no window, every document has rows, and ranks have few spans; then
+    of a block's queries and another one's keys all documents are alike."""
+    documents = mask.documents_of(shards.rows)
+    count = len(documents) - 1
     if mask.left is not None or mask.right or documents.shortest < 1:
         return None
-    if cut is not None:
-        if cut.shortest < 2 * n or not shards.by(documents):
-            return None
-        chunks = ((rank, 2 * n - 1 - rank) for rank in range(n))
-        return [[_Block(chunk, 0, count, chunk == 2 * n - 1) for chunk in x] for x in chunks]
-    if shards.most_spans > FEW_SPANS:
+    if shards.documents is not None or shards.most_spans > FEW_SPANS:
         return None
 
     def block(a: int, b: int) -> _Block:
@@ -370,7 +365,7 @@ def _between_blocks(
         pairs = itertools.product(enumerate(blocks[rank]), enumerate(blocks[source]))
         for (i, q), (j, k) in pairs:
             first, last, own = max(q.first, k.first), min(q.last, k.last), k is q
-            if first < last and not (causal and k.chunk > q.chunk):
+            if first < last and not (causal and k.row > q.row):
                 at_q, at_k = (rank * m + i) * width + first, (source * m + j) * width + first
                 group = number, not own, -1, 0 if own and causal else -1
                 at = at_q, at_q + 1, at_k, at_k + 1
@@ -396,14 +391,107 @@ def _of_blocks(
             if q.first < q.last:
                 at_q, at_k = i * width + q.first, len(flat) + q.first
                 k_end = at_k + width + i * (width - 1) if causal else at_k + 1
-                gapless = not causal or q.ends or shards.documents is None
                 group, at = (0, False, -1, 0 if causal else -1), (at_q, at_q + 1, at_k, k_end)
-                chains.append(_Chain(group, q.last - q.first, gapless, causal or q.ends, at))
+                chains.append(_Chain(group, q.last - q.first, True, causal or q.ends, at))
         flat = torch.cat([flat, documents.offsets, last.reshape(-1)])
     ends = (at + (i % 2) * (x.pairs - 1) for x in chains for i, at in enumerate(x.at))
     rows = flat.index_select(0, numbers([*ends])).view(-1, 2, 2).tolist()
     chains = [x._replace(q=tuple(q), k=tuple(k)) for x, (q, k) in zip(chains, rows, strict=True)]
     return flat, _runs(sorted(chains, key=lambda x: (*x.group[:2], x.q[0], x.k)))
+
+
+FIRST, SECOND, BOTH = range(3)
+"""Of a rank's two chunks of every document."""
+
+
+def _by_chunks(shards: Sharding, mask: Mask) -> bool:
+    """Whether there is no window, and every rank has rows in two chunks of each document, and no
+    others. Then calls are of whole chunks, and have their numbers in common."""
+    cut, documents = shards.documents, mask.documents_of(shards.rows)
+    if mask.left is not None or mask.right or cut is None or cut.shortest < 2 * shards.ranks:
+        return False
+    return len(cut) == len(documents) and shards.by(documents)
+
+
+def _chunks_met(ranks: int, rank: int, source: int, mask: Mask) -> list[tuple[int, int]]:
+    """Which chunks of the rank see which of the source's, in the order of their calls."""
+    q, k = ((x, 2 * ranks - 1 - x) for x in (rank, source))
+    met = [(i, j) for i in range(2) for j in range(2) if mask.right is None or k[j] <= q[i]]
+    if (FIRST, FIRST) in met and (SECOND, SECOND) in met:  # follow one another
+        met = [(BOTH, BOTH), *((i, j) for i, j in met if i != j)]
+    return met
+
+
+class _Chunks:
+    """The chunks that some ranks have of each document.
+
+    Attributes:
+        last: where they end in the sequence, (ranks, 2, documents).
+        numbers: of each rank cu_seqlens of both, which begin with the first ones', and
+            then cu_seqlens of the second ones.
+    """
+
+    def __init__(self, shards: Sharding, ranks: slice) -> None:
+        _, last, shift = shards.parts[:, ranks].unbind()
+        ends, self._lengths = last + shift, shards.lengths[ranks]
+        self._count = ends.shape[1] // 2
+        seconds = ends[:, self._count - 1 :]
+        begins = seconds[:, :1]
+        self._begins: list[int] = begins.flatten().tolist()
+        self.last = last.unflatten(1, (2, -1))
+        self.numbers = torch.cat([torch.zeros_like(begins), ends, seconds - begins], 1).view(-1)
+
+    def of(self, rank: int, which: int) -> tuple[Span, slice]:
+        """The rows of a rank, and which of the numbers are their cu_seqlens."""
+        begin, length, both = self._begins[rank], self._lengths[rank], 2 * self._count + 1
+        first = rank * (both + self._count + 1) + (both if which == SECOND else 0)
+        span = ((0, begin), (begin, length), (0, length))[which]
+        return span, slice(first, first + (both if which == BOTH else self._count + 1))
+
+
+def _of_chunks(
+    shards: Sharding, rank: int, sources: Sequence[int], mask: Mask
+) -> list[tuple[Call, ...]]:
+    """`of_sources`, if `_by_chunks`."""
+    chunks = _Chunks(shards, slice(None))
+    every = Numbers(chunks.numbers.int())
+
+    def call(source: int, i: int, j: int) -> Call:
+        (q, of_q), (k, of_k) = chunks.of(rank, i), chunks.of(source, j)
+        own = source == rank and i == j
+        window = (-1, 0 if own and mask.right == 0 else -1)
+        return Call(q, k, window, own, Packed(every, of_q, of_k, None), aligned=own)
+
+    met = ((x, _chunks_met(shards.ranks, rank, x, mask)) for x in sources)
+    return [tuple(call(source, *pair) for pair in pairs) for source, pairs in met]
+
+
+def _whole_of_chunks(shards: Sharding, rank: int, mask: Mask) -> tuple[Call, ...]:
+    """`of_the_whole`, if `_by_chunks`: the keys of each document, under a causal mask up to the
+    chunk's end."""
+    chunks, documents = _Chunks(shards, slice(rank, rank + 1)), mask.documents_of(shards.rows)
+    width, count, at, ends = len(documents), len(documents) - 1, len(chunks.numbers), rank == 0
+    begins = documents.offsets[:-1]
+    keys: tuple[Tensor, ...]
+    if mask.right is None:
+        last, keys = (documents[-1],) * 2, (documents.offsets, documents.offsets)
+        used = begins[:0]
+    else:
+        (of_chunks,) = chunks.last
+        last = of_chunks[:, -1].tolist()
+        keys = begins, of_chunks[0, -1:], begins, of_chunks[1, -1:]
+        used = (of_chunks - begins).view(-1)
+    every = Numbers(torch.cat([chunks.numbers, *keys, used]).int())
+    found = []
+    for i in (FIRST, SECOND):
+        q, of_q = chunks.of(0, i)
+        k, at_used = slice(at + i * width, at + (i + 1) * width), at + 2 * width + i * count
+        all_keys = mask.right is None or (ends and i == SECOND)
+        packed = Packed(every, of_q, k, None if all_keys else slice(at_used, at_used + count))
+        aligned = mask.right == 0 or (ends and i == SECOND)
+        window = -1, -1 if mask.right is None else 0
+        found.append(Call(q, (0, last[i]), window, True, packed, aligned=aligned))
+    return tuple(found)
 
 
 def _plan_of(
@@ -427,6 +515,8 @@ def of_sources(
     shards: Sharding, rank: int, sources: Sequence[int], mask: Mask
 ) -> list[tuple[Call, ...]]:
     """A rank's calls against the keys that each of these ranks holds."""
+    if _by_chunks(shards, mask):
+        return _of_chunks(shards, rank, sources, mask)
     flat, runs = _plan_of(shards, rank, sources, mask)
     found: list[list[Call]] = [[] for _ in sources]
     for run, call in zip(runs, _calls(flat, runs), strict=True):
@@ -435,7 +525,12 @@ def of_sources(
 
 
 def count_calls(shards: Sharding, rank: int, source: int, mask: Mask) -> int:
-    """How many they are against the keys of one."""
+    """How many they are against the keys of one; a few more, where blocks would be in one call."""
+    if _by_chunks(shards, mask):
+        return len(_chunks_met(shards.ranks, rank, source, mask))
+    blocks = _blocks(shards, mask)
+    if blocks is not None:
+        return len(list(_between_blocks(blocks, rank, [source], mask.right == 0, 0)))
     return len(_plan_of(shards, rank, [source], mask)[1])
 
 
@@ -448,6 +543,8 @@ def of_the_whole(shards: Sharding, rank: int, mask: Mask) -> tuple[Call, ...]:
         left, right = (-1 if side is None else side for side in (mask.left, mask.right))
         packed = Packed(Numbers(documents.offsets.int()), every, every, None)
         return (Call(rows, rows, (left, right), True, packed),)
+    if _by_chunks(shards, mask):
+        return _whole_of_chunks(shards, rank, mask)
     return tuple(_calls(*_plan_of(shards, rank, None, mask)))
 
 
