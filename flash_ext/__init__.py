@@ -14,13 +14,10 @@ are compiled; others are padded to these.
 
 __version__ = "0.1.0"
 
-import sys
-
-from . import dropout, explanation, fp8, ops, reference
+from . import dropout, fp8, ops, reference
 from . import flash_attn_interface as flash_attn_interface
 from .cpu import tiled
 from .explanation import Explanation, explain
-from .flash_attn import bert_padding as bert_padding
 from .functional import attention, attention_varlen
 from .ops.options import CPU_VARIANTS, KERNEL_DIMS, VARIANTS
 
@@ -39,11 +36,3 @@ __all__ = [
 ]
 
 ops.SUBCLASS_MODULES["torch.distributed.tensor"] = f"{__name__}.integrations.dtensor"
-
-# Import paths from before these modules had other names. (`flash_ext.explain` is the function.)
-for _path, _module in (
-    ("bert_padding", bert_padding),
-    ("explain", explanation),
-    ("tiled", tiled),
-):
-    sys.modules[f"{__name__}.{_path}"] = _module

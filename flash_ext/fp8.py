@@ -34,10 +34,8 @@ as much of the mean.
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, Literal, NamedTuple, NoReturn, overload
 
 import torch
 from torch import Tensor
@@ -46,16 +44,20 @@ from torch.fx import Proxy
 from typing_extensions import Unpack
 
 from . import functional
-from .functional import AttentionOptions, attention_options, recorded, unknown_option
-from .ops.autograd import as_kernels_take, autocast_tensors, refuse_tangents
+from .functional import (
+    AttentionOptions,
+    attention_options,
+    recorded,
+    unknown_option,
+    with_options,
+)
+from .ops.autograd import as_kernels_take, autocast_tensors, refuse_tangents, save, saved
 from .ops.call import is_real
 from .ops.checks import refuse, require_dtype, require_number, require_tensors
 from .ops.options import QK_8_BITS
 from .ops.quantize import SCALE_ROWS, check_scales, fp8_quantize, fp8_token_mean
 from .ops.schemas import bwd
 from .ops.torch_private import in_dual_level, in_transforms
-
-_F = TypeVar("_F", bound=Callable[..., Any])
 
 __all__ = ["attention", "attention_varlen", "quantize", "random_signs", "token_mean"]
 
@@ -398,8 +400,8 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        q, k, v, out, lse, *tensors = ctx.saved_tensors
-        options = ctx.options | dict(zip(ctx.names, tensors, strict=True))
+        options = saved(ctx)
+        q, k, v, out, lse = (options.pop(name) for name in ("q", "k", "v", "out", "lse"))
         dout, dlse = as_kernels_take(dout, dlse, out)
         dout, out = dout.to(q.dtype), out.to(q.dtype)
         dq, dk, dv, dsink = _bwd_without_mean(dout, dlse, q, k, v, out, lse, options)
@@ -449,12 +451,9 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     options = {name: x for name, x in options.items() if name not in ("out_dtype", "variant")}
     cu_seqlens_q, cu_seqlens_k = quantization.cu_seqlens
     given = attention_options(q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options)
-    tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
-    ctx.options = {name: x for name, x in given.items() if name not in tensors}
-    ctx.names = tuple(tensors)
+    out, lse = output
+    save(ctx, {"q": q, "k": k, "v": v, "out": out, "lse": lse}, given)
     ctx.sink_dtype = None if sink is None else sink.dtype
-    ctx.save_for_backward(q, k, v, *output, *tensors.values())
-    ctx.set_materialize_grads(False)
 
 
 class _TransformedAttend(torch.autograd.Function):
@@ -472,19 +471,30 @@ class _TransformedAttend(torch.autograd.Function):
     backward = _Attend.backward
 
 
-def _with_options(function: _F) -> _F:
-    """Let `help` and `inspect.signature` show every option of the function, with its default."""
-    *own, _ = inspect.signature(function).parameters.values()
-    known = {
-        **inspect.signature(attention_options).parameters,
-        **inspect.signature(_attend).parameters,
-    }
-    options = [known[name] for name in Options.__annotations__]
-    function.__signature__ = inspect.Signature([*own, *options])  # type: ignore[attr-defined]
-    return function
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[Options],
+) -> Tensor: ...
 
 
-@_with_options
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[Options]
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[Options]
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
+@with_options(Options.__annotations__, attention_options, _attend)
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **options: Unpack[Options]
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -524,7 +534,52 @@ def attention(
     )
 
 
-@_with_options
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    return_lse: Literal[False] = False,
+    **options: Unpack[Options],
+) -> Tensor: ...
+
+
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    return_lse: Literal[True],
+    **options: Unpack[Options],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    return_lse: bool,
+    **options: Unpack[Options],
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
+@with_options(Options.__annotations__, attention_options, _attend)
 def attention_varlen(
     q: Tensor,
     k: Tensor,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypedDict, TypeVar, overload
 
 import torch
@@ -168,14 +168,18 @@ def attention_options(
     return options
 
 
-def _with_options(function: _F) -> _F:
-    """Let `help` and `inspect.signature` show every option of the function, with its default."""
-    *tensors, return_lse, _ = inspect.signature(function).parameters.values()
-    known = inspect.signature(attention_options).parameters
-    options = [known[name] for name in AttentionOptions.__annotations__]
-    signature = inspect.Signature([*tensors, *options, return_lse])
-    function.__signature__ = signature  # type: ignore[attr-defined]
-    return function
+def with_options(names: Iterable[str], *known: Callable[..., Any]) -> Callable[[_F], _F]:
+    """A decorator that lets `help` and `inspect.signature` show every option of a function, with
+    its default, as in one of the functions `known`."""
+    defaults = {name: x for f in known for name, x in inspect.signature(f).parameters.items()}
+
+    def decorate(function: _F) -> _F:
+        *own, _ = inspect.signature(function).parameters.values()
+        signature = inspect.Signature([*own, *(defaults[name] for name in names)])
+        function.__signature__ = signature  # type: ignore[attr-defined]
+        return function
+
+    return decorate
 
 
 def recorded(function: Callable[..., Any], q: Proxy, *tensors: Any, **options: Any) -> Any:
@@ -212,7 +216,7 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
-@_with_options
+@with_options(AttentionOptions.__annotations__, attention_options)
 def attention(
     q: Tensor,
     k: Tensor,
@@ -351,7 +355,7 @@ def attention_varlen(
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
-@_with_options
+@with_options(AttentionOptions.__annotations__, attention_options)
 def attention_varlen(
     q: Tensor,
     k: Tensor,

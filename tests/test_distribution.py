@@ -1,13 +1,12 @@
 """What is handed out: the version, the sdist, the record beside the library, the linking of wheels.
 
-Would catch a version that is written twice, a deprecation that says nothing or stays for ever, an
-sdist that lacks files or differs between machines, metadata that need torch or nvcc, a library
-packaged with the record of another, and a wheel that asks for newer symbols than its platform has.
+Would catch a version that is written twice, an sdist that lacks files or differs between machines,
+metadata that need torch or nvcc, a library packaged with the record of another, and a wheel that
+asks for newer symbols than its platform has.
 """
 
 from __future__ import annotations
 
-import ast
 import ctypes
 import hashlib
 import json
@@ -23,7 +22,6 @@ from pathlib import Path
 import pytest
 
 import flash_ext
-from flash_ext import deprecation
 
 pytest.importorskip("setuptools", minversion="77")
 ROOT = Path(__file__).resolve().parent.parent
@@ -84,41 +82,6 @@ def test_metadata_need_neither_torch_nor_nvcc(source: Path) -> None:
     done = setup(source, "--version", CUDA_HOME="/nowhere")
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[-1] == flash_ext.__version__
-
-
-@pytest.mark.parametrize(("since", "gone"), [("0.2", "0.3"), ("0.9", "0.10"), ("1.4", "2.0")])
-def test_a_deprecation_says_what_to_do(since: str, gone: str) -> None:
-    with pytest.warns(DeprecationWarning) as caught:
-        deprecation.warn("flash_ext.old", "flash_ext.new", since=since, stacklevel=1)
-    assert str(caught[0].message) == (
-        f"flash_ext.old is deprecated since flash_ext {since} and will be removed in {gone} or"
-        " later: use flash_ext.new"
-    )
-    assert caught[0].filename == __file__
-
-
-def out_of_time(module: str, version: str) -> list[str]:
-    """Deprecations in a module that this version is too early or too late for, by "since"."""
-
-    def number(text: str) -> tuple[int, ...]:
-        return tuple(map(int, text.split(".")[:2]))
-
-    found = []
-    for node in ast.walk(ast.parse(module)):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "deprecation.warn":
-            (since,) = (x.value.value for x in node.keywords if x.arg == "since")
-            if not number(since) <= number(version) < number(deprecation.removed_in(since)):
-                found.append(since)
-    return found
-
-
-def test_deprecations_begin_and_end_in_time() -> None:
-    call = 'deprecation.warn("old", "new", since="0.2")'
-    assert out_of_time(call, "0.1.9") == out_of_time(call, "0.3.0") == ["0.2"]
-    assert out_of_time(call, "0.2.5") == []
-    for path in (ROOT / "flash_ext").rglob("*.py"):
-        assert out_of_time(path.read_text(), flash_ext.__version__) == [], path
-        assert not re.search(r"from .*deprecation import", path.read_text()), path
 
 
 # --- The sdist ---

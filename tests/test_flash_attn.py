@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import flash_ext
-from flash_ext import bert_padding
 from flash_ext import flash_attn as fa
+from flash_ext.flash_attn import bert_padding
 
 OPTIONS = {
     "dropout_p": 0.0,

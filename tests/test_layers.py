@@ -125,7 +125,7 @@ def test_the_walk_to_a_launch_is_the_one_that_the_page_shows() -> None:
 
 
 PYTHON_LAYERS = (
-    ("deprecation", "ops", "dropout", "timing"),
+    ("ops", "dropout", "timing"),
     ("cpu", "functional"),
     ("reference", "explanation", "flash_attn", "flash_attn_interface", "fp8", "integrations"),
     ("__init__", "__main__", "bench"),

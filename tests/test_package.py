@@ -22,9 +22,8 @@ from flash_ext.ops.options import ABOUT, FIELDS, TENSOR_OPTIONS, VARIANTS, table
     ("path", "name"),
     [
         ("flash_ext", "attention"),
-        ("flash_ext.bert_padding", "unpad_input"),
+        ("flash_ext.cpu.tiled", "fa1_forward"),
         ("flash_ext.dropout", "keep_mask"),
-        ("flash_ext.explain", "Explanation"),
         ("flash_ext.flash_attn", "flash_attn_func"),
         ("flash_ext.flash_attn.bert_padding", "index_first_axis_residual"),
         ("flash_ext.flash_attn.flash_attn_interface", "flash_attn_varlen_func"),
@@ -33,17 +32,10 @@ from flash_ext.ops.options import ABOUT, FIELDS, TENSOR_OPTIONS, VARIANTS, table
         ("flash_ext.integrations.sdpa", "activate"),
         ("flash_ext.ops", "cuda_missing"),
         ("flash_ext.reference", "online_softmax"),
-        ("flash_ext.tiled", "fa1_forward"),
     ],
 )
 def test_import_paths(path: str, name: str) -> None:
     assert hasattr(importlib.import_module(path), name)
-
-
-def test_explain_is_the_function_however_it_is_imported() -> None:
-    import flash_ext.explain as imported
-
-    assert imported is flash_ext.explain and inspect.isfunction(imported)
 
 
 def test_the_types_for_checkers_are_those_of_the_parameters() -> None:

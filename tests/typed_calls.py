@@ -4,6 +4,7 @@ from torch import Tensor
 from typing_extensions import assert_type
 
 import flash_ext
+from flash_ext import fp8
 from flash_ext.integrations import distributed as cp
 
 
@@ -17,9 +18,21 @@ def calls(x: Tensor, cu_seqlens: Tensor, flag: bool) -> None:
     packed = (x, x, x, cu_seqlens, cu_seqlens)
     assert_type(flash_ext.attention_varlen(*packed, dropout_p=0.1), Tensor)
     assert_type(flash_ext.attention_varlen(*packed, return_lse=True), both)
+    assert_type(flash_ext.attention_varlen(*packed, return_lse=flag), Tensor | both)
     flash_ext.attention(x, x, x, causl=True)  # type: ignore[call-overload]
     flash_ext.attention(x, x, x, softcap="5")  # type: ignore[call-overload]
+    assert_type(fp8.attention(x, x, x, causal=True).sum(), Tensor)
+    assert_type(fp8.attention(x, x, x, smooth_k=True, return_lse=False), Tensor)
+    assert_type(fp8.attention(x, x, x, seed=3, return_lse=True), both)
+    assert_type(fp8.attention(x, x, x, return_lse=flag), Tensor | both)
+    assert_type(fp8.attention_varlen(*packed, max_seqlen_q=4), Tensor)
+    assert_type(fp8.attention_varlen(*packed, return_lse=False), Tensor)
+    assert_type(fp8.attention_varlen(*packed, return_lse=True), both)
+    assert_type(fp8.attention_varlen(*packed, return_lse=flag), Tensor | both)
+    fp8.attention(x, x, x, smoth_k=True)  # type: ignore[call-overload]
+    assert_type(fp8.quantize(x, scales="channel"), both)
     assert_type(cp.attention(x, x, x, causal=True, group=None), Tensor)
+    assert_type(cp.attention(x, x, x, return_lse=False), Tensor)
     assert_type(cp.attention(x, x, x, cu_seqlens=(0, 4), return_lse=True), both)
     assert_type(cp.attention(x, x, x, method="ring", return_lse=flag), Tensor | both)
     cp.attention(x, x, x, methd="ring")  # type: ignore[call-overload]

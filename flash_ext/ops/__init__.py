@@ -19,7 +19,8 @@ options are `flash_ext.ops.options.Options`.
     options        the options, described once, and the variants
     schemas        the schemas: defined here, so that fake and CPU kernels need no binary
     fake           shapes, dtypes and strides, for tracing
-    autograd       gradients and autocast; `node` is a second, quicker way to gradients
+    autograd       gradients and autocast
+    node           a second, quicker way to gradients, of which only `call` knows
     call           `forward`, by which functions in Python call `fwd`
     vmap, flops    what else PyTorch asks of an op, but for `flash_ext.integrations.dtensor`
     quantize       the ops of quantization to FP8, from schema to fake kernel
@@ -35,6 +36,7 @@ options are `flash_ext.ops.options.Options`.
 from . import fake as fake
 from . import flops, vmap
 from . import into as into
+from . import node as node  # whose ops the binary has kernels for
 from . import quantize as quantize
 from .autograd import SUBCLASS_MODULES, register_subclasses
 from .binary import Build, checksum_agrees, cuda_build, cuda_missing, cuda_targets

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from . import node
 from .checks import refuse_gradients
 from .options import CONSTANTS, QK_8_BITS, TENSOR_OPTIONS
 from .schemas import bwd, fwd, library
@@ -56,11 +55,27 @@ def as_kernels_take(
 
 
 # In the order of the node of node.py: checkpointing may recompute one in place of the other.
-_SAVED_BY_NODE = (
+_SAVED = (
     *("bias", "k", "q", "v", "cu_seqlens_k", "cu_seqlens_q", "lse", "out"),
     *("seqused_k", "alibi_slopes"),
 )
-_SAVED = (*_SAVED_BY_NODE, *sorted(TENSOR_OPTIONS.difference(_SAVED_BY_NODE)))
+
+
+def save(ctx: Any, tensors: dict[Any, Tensor], options: dict[str, Any]) -> None:
+    """Save named tensors and the options of an op, some of which are tensors, for `saved`."""
+    if not TENSOR_OPTIONS.isdisjoint(options):
+        given = {name: x for name, x in options.items() if isinstance(x, Tensor)}
+        options = {name: x for name, x in options.items() if name not in given}
+        given |= tensors
+        tensors = {name: given.pop(name) for name in _SAVED if name in given} | given
+    ctx.options, ctx.names = options, tuple(tensors)
+    ctx.save_for_backward(*tensors.values())
+    ctx.set_materialize_grads(False)
+
+
+def saved(ctx: Any) -> dict[Any, Any]:
+    """The tensors and the options by name. Call it once: activation checkpointing recomputes."""
+    return ctx.options | dict(zip(ctx.names, ctx.saved_tensors, strict=True))  # type: ignore[no-any-return]
 
 
 class _Forward(torch.autograd.Function):
@@ -77,26 +92,19 @@ class _Forward(torch.autograd.Function):
         """bias and sink are among the options too; as arguments autograd sees them."""
         with below_autograd():
             out, lse = _fwd(q, k, v, **options)
-        saved = {"k": k, "q": q, "v": v, "lse": lse, "out": out}
-        if not TENSOR_OPTIONS.isdisjoint(options):
-            given = {name: options.pop(name, None) for name in TENSOR_OPTIONS}
-            saved = {name: x for name in _SAVED if (x := (saved | given)[name]) is not None}
-        ctx.options, ctx.names = options, tuple(saved)
-        ctx.save_for_backward(*saved.values())
-        ctx.set_materialize_grads(False)
+        save(ctx, {"k": k, "q": q, "v": v, "lse": lse, "out": out}, options)
         return out, lse
 
     jvp = staticmethod(refuse_tangents)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved = dict(zip(ctx.names, ctx.saved_tensors, strict=True))
-        k, q, v, lse, out = (saved.pop(name) for name in ("k", "q", "v", "lse", "out"))
-        options = ctx.options
+        options = saved(ctx)
+        k, q, v, lse, out = (options.pop(name) for name in ("k", "q", "v", "lse", "out"))
         need_dbias = need_dsink = False
-        if saved:
+        if "bias" in options or "sink" in options:
             *_, need_dbias, need_dsink = ctx.needs_input_grad
-            options = options | saved | {"need_dbias": need_dbias}
+            options["need_dbias"] = need_dbias
         dout, dlse = as_kernels_take(dout, dlse, out)
         if torch.is_grad_enabled() or is_compiling():
             dq, dk, dv, dbias, dsink = bwd(dout, dlse, q, k, v, out, lse, **options)
@@ -123,7 +131,8 @@ class _Backward(torch.autograd.Function):
         )
 
 
-_record_forward, _record_backward = recorder(_Forward), recorder(_Backward)
+_record_forward, record_backward = recorder(_Forward), recorder(_Backward)
+"""Apply the Functions above."""
 
 
 SUBCLASS_MODULES: dict[str, str] = {}
@@ -158,14 +167,13 @@ def fwd_autograd(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
 def _bwd_autograd(*tensors: Any, **options: Any) -> Any:
     every = (*tensors, *(x for x in options.values() if isinstance(x, Tensor)))
     if (torch.is_grad_enabled() and any_requires_grad(*every)) or in_dual_level():
-        return _record_backward(lambda: _bwd(*tensors, **options), *every)
+        return record_backward(lambda: _bwd(*tensors, **options), *every)
     with below_autograd():
         return _bwd(*tensors, **options)
 
 
 register_autograd_kernel(library, fwd, fwd_autograd)
 register_autograd_kernel(library, bwd, _bwd_autograd)
-node.define(library, _record_backward)
 
 
 # --- Autocast ---

@@ -22,6 +22,8 @@ from .torch_private import (
 )
 
 node_forward = node.find() if cuda_missing is None else None
+"""The node in C++, or None: then a small call for gradients takes the host a third longer, forward
+and backward (docs/notes/011-host-time.md)."""
 
 
 def is_real(x: Tensor) -> bool:

@@ -25,10 +25,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import Library, fallthrough_kernel, register_fake
+from torch.library import fallthrough_kernel, register_fake
 
 from . import flops
+from .autograd import record_backward
 from .options import TENSOR_OPTIONS, schema_options
+from .schemas import library
 from .torch_private import any_requires_grad, entry, in_dispatch_mode, in_dual_level, schema
 
 NAME = "_scaled_dot_product_fused_attention_overrideable"
@@ -103,18 +105,25 @@ def _bwd_fake(dout: Tensor, *tensors: Any, **options: Any) -> Any:
     return *(x.new_empty(x.shape) for x in qkv), bias.new_empty(bias.shape) if need_dbias else None
 
 
-def define(library: Library, record: Callable[..., Any]) -> None:
-    """Define the ops above. `record` makes a call, and records the refusing node of its tensors."""
-    library.define(f"node_options_CUDA({schema_options()}) -> float")
-    arguments = _BACKWARD_SCHEMA.partition("(")[2]
-    for name in ("node_bwd", "node_bwd_recorded"):
-        library.define(f"{name}({arguments}")
-    below = torch.ops.flash_ext.node_bwd.default
-    library.impl("node_bwd", fallthrough_kernel, "Autograd")
-    library.impl(
-        "node_bwd_recorded",
-        lambda *tensors, **options: record(lambda: entry(below)(*tensors, **options), *tensors),
-        "CompositeImplicitAutograd",
-    )
-    register_fake("flash_ext::node_bwd", _bwd_fake, lib=library)
-    flops.register(below.overloadpacket, flops.node_flops)
+def _bwd_flops(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *more: Any, **_: Any) -> int:
+    *_bias_and_mask, out, lse, cu_seqlens_q, cu_seqlens_k = more[:6]
+    seqused_k = more[-1]
+    options = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k}
+    given: dict[str, Any] = {name: x for name, x in options.items() if x is not None}
+    return flops.bwd_flops(dout, None, q, k, v, out, lse, **given)
+
+
+library.define(f"node_options_CUDA({schema_options()}) -> float")
+for _name in ("node_bwd", "node_bwd_recorded"):
+    library.define(f"{_name}({_BACKWARD_SCHEMA.partition('(')[2]}")
+_below: Any = torch.ops.flash_ext.node_bwd.default
+
+
+def _bwd_recorded(*tensors: Any, **options: Any) -> Any:
+    return record_backward(lambda: entry(_below)(*tensors, **options), *tensors)
+
+
+library.impl("node_bwd", fallthrough_kernel, "Autograd")
+library.impl("node_bwd_recorded", _bwd_recorded, "CompositeImplicitAutograd")
+register_fake("flash_ext::node_bwd", _bwd_fake, lib=library)
+flops.register(_below.overloadpacket, _bwd_flops)

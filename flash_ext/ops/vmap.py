@@ -1,8 +1,8 @@
 """`torch.vmap` of the ops: the mapped dimension becomes part of the batch, in one call.
 
-Where the batch cannot hold it (packed sequences, a different sink or descale for each element,
-dropout, whose masks would differ, gradients that are summed over the batch) the elements run one by
-one. Descales of (B, Hk) and larger belong to the batch.
+Elements run one by one if the batch cannot hold them: packed sequences, options that have a batch
+or differ between elements, dropout, whose masks would differ, and gradients that are summed over
+the batch.
 """
 
 from __future__ import annotations
@@ -14,99 +14,64 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from .options import ABOUT, dim_of
+from .options import dim_of
 from .torch_private import register_vmap_kernel
-
-_OF_BATCH = {name for name, about in ABOUT.items() if "batch" in about.dims}
 
 Dims = Any
 """The mapped dimension of each tensor, or None; for the options a dict of these."""
 
 
-def _folded(x: Tensor, dim: int | None, size: int, batch: int) -> Tensor:
-    """x of (B or 1, ...), mapped along `dim` or not: (size * B, ...), as the ops take it."""
-    x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
-    x = x.expand(size, batch, *x.shape[2:]).flatten(0, 1)
-    return x if x.dim() == 4 and x.stride(-1) == 1 else x.contiguous()
-
-
-def _is_one_number(name: str, x: Tensor, dim: int | None) -> bool:
-    """Whether a factor is one number for the whole batch of an element."""
-    return dim_of(name, x.dim() - (dim is not None), "batch") is None
-
-
-def _folded_options(
-    options: dict[str, Any], dims: dict[str, int | None], size: int, batch: int
-) -> dict[str, Any]:
-    folded = dict(options)
-    for name in dims.keys() & _OF_BATCH:
-        x, dim = options[name], dims[name]
-        if ABOUT[name].factor and _is_one_number(name, x, dim):
-            continue
-        if name == "alibi_slopes" and x.dim() == 1 + (dim is not None):  # (Hq), one for the batch
-            x, dim = (x[None], None) if dim is None else (x.movedim(dim, 0)[:, None], 0)
-        folded[name] = _folded(x, dim, size, batch)
-    return folded
-
-
-def _same_batch(
-    tensors: Any, dims: Any, options: dict[str, Any], option_dims: dict[str, int | None]
-) -> bool:
-    """Whether everything has one batch, for each element; the op itself says the error."""
-
-    def batch_of(x: Tensor, dim: int | None) -> int:
-        return x.shape[0] if dim is None or dim > 0 else x.shape[1]
-
-    given = [(x, dim) for x, dim in zip(tensors, dims, strict=True) if x is not None]
-    if any(x.dim() - (dim is not None) not in (3, 4) for x, dim in given):
-        return False
-    batches = {batch_of(x, dim) for x, dim in given}
-    for name in option_dims.keys() & _OF_BATCH:
-        x, dim = options[name], option_dims[name]
-        rank = x.dim() - (dim is not None)
-        if rank == 0 or (ABOUT[name].factor and _is_one_number(name, x, dim)):
-            continue
-        if name == "alibi_slopes" and rank == 1:
-            continue
-        if not (name == "bias" and batch_of(x, dim) == 1):
-            batches.add(batch_of(x, dim))
-    return len(batches) == 1
-
-
-def _element(tree: Any, dims: Dims, index: int) -> Any:
-    """The arguments of one element."""
-    if isinstance(tree, dict):
-        return {n: _element(x, dims.get(n), index) for n, x in tree.items()}
-    if dims is None:
-        return tree
-    x = tree.select(dims, index)
-    # Vectors and lse are contiguous, rows in their last dimension.
+def _rows(x: Tensor) -> Tensor:
+    """x as the ops take it: rows in the last dimension; vectors and lse are contiguous."""
     return x if x.dim() > 3 and x.stride(-1) == 1 else x.contiguous()
 
 
+def _have_one_batch(tensors: Any, dims: Any) -> bool:
+    """Whether the elements of all tensors have the same batch; the op itself says the error."""
+    batches = set()
+    for x, dim in zip(tensors, dims, strict=True):
+        if x is None:
+            continue
+        shape = [size for i, size in enumerate(x.shape) if i != dim]
+        if len(shape) not in (3, 4):
+            return False
+        batches.add(shape[0])
+    return len(batches) == 1
+
+
+def _has_batch(name: str, x: Tensor, dim: int | None) -> bool:
+    """Whether an option has a batch, or is mapped. A bias of batch 1 is one for every batch."""
+    if dim is not None:
+        return True
+    batch = dim_of(name, x.dim(), "batch")
+    return batch is not None and not (name == "bias" and x.shape[batch] == 1)
+
+
 def _one_by_one(op: Any, size: int, tensors: Any, dims: Any, options: Any, option_dims: Any) -> Any:
+    def element(x: Any, dim: int | None, i: int) -> Any:
+        return x if dim is None else _rows(x.select(dim, i))
+
     found = [
         op(
-            *(_element(x, dim, i) for x, dim in zip(tensors, dims, strict=True)),
-            **_element(options, option_dims, i),
+            *(element(x, dim, i) for x, dim in zip(tensors, dims, strict=True)),
+            **{name: element(x, option_dims.get(name), i) for name, x in options.items()},
         )
         for i in range(size)
     ]
     return tuple(map(torch.stack, zip(*found, strict=True))), (0,) * len(found[0])
 
 
-def _together(op: Any, size: int, tensors: Any, dims: Any, options: Any, option_dims: Any) -> Any:
-    last, dim = tensors[-1], dims[-1]
-    batch = last.shape[0] if dim is None else last.movedim(dim, 0).shape[1]
-    results = op(
-        *(
-            None if x is None else _folded(x, dim, size, batch)
-            for x, dim in zip(tensors, dims, strict=True)
-        ),
-        **_folded_options(options, option_dims, size, batch),
-    )
+def _together(op: Any, size: int, tensors: Any, dims: Any, options: Any) -> Any:
+    def folded(x: Tensor | None, dim: int | None) -> Tensor | None:
+        """(size * B, ...)"""
+        if x is None:
+            return None
+        x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+        return _rows(x.flatten(0, 1))
+
+    results = op(*(folded(x, dim) for x, dim in zip(tensors, dims, strict=True)), **options)
     # (0,) stands for no gradient.
-    split = tuple(x if x.dim() == 1 else x.unflatten(0, (size, batch)) for x in results)
+    split = tuple(x if x.dim() == 1 else x.unflatten(0, (size, -1)) for x in results)
     return split, tuple(None if x.dim() == 1 else 0 for x in results)
 
 
@@ -114,7 +79,7 @@ def _rule(op: Any, sums_over_batch: Callable[[dict[str, Any]], bool]) -> Callabl
     """What `torch.vmap` does in place of the op.
 
     Args:
-        op: accepts tensors of (B, ...), the last of which is not None, and options.
+        op: accepts tensors of (B, ...) and options.
         sums_over_batch: whether the op with these options returns a sum over the batch.
     """
 
@@ -124,17 +89,15 @@ def _rule(op: Any, sums_over_batch: Callable[[dict[str, Any]], bool]) -> Callabl
         option_dims = {name: every_dim[name] for name, x in options.items() if torch.is_tensor(x)}
         apart = (
             "cu_seqlens_q" in options
-            or not _same_batch(tensors, tensor_dims, options, option_dims)
             or options.get("dropout_p", 0.0) > 0
-            or option_dims.get("sink") is not None
-            or any(
-                dim is not None and ABOUT[name].factor and _is_one_number(name, options[name], dim)
-                for name, dim in option_dims.items()
-            )
+            or any(_has_batch(name, options[name], dim) for name, dim in option_dims.items())
             or sums_over_batch(options)
+            or not _have_one_batch(tensors, tensor_dims)
         )
-        call = _one_by_one if apart else _together
-        return call(op, info.batch_size, tensors, tensor_dims, options, option_dims)  # type: ignore[no-any-return]
+        size = info.batch_size
+        if apart:
+            return _one_by_one(op, size, tensors, tensor_dims, options, option_dims)  # type: ignore[no-any-return]
+        return _together(op, size, tensors, tensor_dims, options)  # type: ignore[no-any-return]
 
     return rule
 

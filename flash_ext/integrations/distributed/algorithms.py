@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ... import ops
 from ...ops.checks import statistics_dtype
+from ...ops.options import BackwardTensors
 from . import local, plan
 from .local import Options
 from .on_device import Lanes
@@ -39,6 +40,19 @@ PiecesOf = Callable[[int, bool], tuple[int, ...]]
 
 Saved = tuple[Tensor, ...]
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
+
+
+class _Behind:
+    """A transfer of results, hidden by the kernels of the next piece: it is waited for when the
+    next transfer has begun."""
+
+    def __init__(self) -> None:
+        self._last: Pending[Any] | None = None
+
+    def follow(self, begun: Pending[Any] | None) -> Any:
+        """What the one before gives, or None. `begun` is None after the last."""
+        last, self._last = self._last, begun
+        return None if last is None else last.wait()
 
 
 class _Keys:
@@ -191,7 +205,7 @@ class Gather:
                 found.append(_Views(call, options, q_pieces, [*tensors, *statistics]))
             return found
 
-        travelling: Pending[None] | None = None
+        behind = _Behind()
         keys = _Keys(self.transport, k, v, k_pieces)
         for i, into in enumerate(zip(dk.split(k_pieces, 2), dv.split(k_pieces, 2), strict=True)):
             whole: Rows = into
@@ -207,13 +221,9 @@ class Gather:
             keys.launched()  # before the sum, whose transfer waits for the kernels
             if begin is None:
                 add_in_place(parts, whole)
-                continue
-            pending = begin(parts)
-            if travelling is not None:  # the piece before, whose sum the kernels above have hidden
-                travelling.wait()
-            travelling = pending
-        if travelling is not None:
-            travelling.wait()
+            else:
+                behind.follow(begin(parts))
+        behind.follow(None)
         return dq, dk, dv, dsink
 
     def _backward_of_piece(
@@ -225,19 +235,18 @@ class Gather:
         # All of it before a lane begins, which would not wait for what used the memory before.
         for number, of_call in enumerate(views):
             span = of_call.call.k
-            written = tuple(narrowed(x, span, 1) for x in into)
+            place = tuple(narrowed(x, span, 1) for x in into)
             if number > 0:
-                written = tuple(x.new_empty(x.shape) for x in written)
-            parts.append((span, written))
+                place = tuple(x.new_empty(x.shape) for x in place)
+            parts.append((span, place))
         with Lanes(into[0].device, self._beside_each_other(views, dsink)) as lanes:
             for number, (of_call, (_, gradients)) in enumerate(zip(views, parts, strict=True)):
                 call, (options, (dout, q, out, dq, lse, dlse)) = of_call.call, of_call.of(i)
                 with lanes.of(number):
                     k, v = (local.view(call, x, call.k) for x in keys)
-                    dk, dv = (local.view(call, x, (0, x.shape[1])) for x in gradients)
-                    dsink_part = local.backward_of_views(
-                        call, dout, dlse, q, k, v, out, lse, options, dq, dk, dv
-                    )
+                    written = [local.view(call, x, (0, x.shape[1])) for x in gradients]
+                    tensors = BackwardTensors(dout, dlse, q, k, v, out, lse)
+                    dsink_part = local.backward_of_views(call, tensors, options, [dq, *written])
                 if dsink is not None and dsink_part is not None:
                     dsink += dsink_part
         return parts
@@ -275,18 +284,23 @@ class Ring:
         self.transport = transport
         self.steps = plan.ring(shards, transport.rank, mask)
 
+    def _keys(self, k: Tensor, v: Tensor) -> Iterator[Rows]:
+        """K and V of each step, while the next K and V travel."""
+        begin = self.transport.rotate((k, v), len(self.steps), "ring of K and V")
+        here: Rows = k, v
+        for t in range(1, len(self.steps)):
+            following = begin(t)
+            yield here
+            here = following.wait()
+        yield here
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Saved:
         """q, k, v, out and lse, all of this rank's rows."""
         results = _Results(q.shape[:-1], v)
-        begin = self.transport.rotate((k, v), len(self.steps), "ring of K and V")
-        k_here, v_here = k, v
-        for t, calls in enumerate(self.steps):
-            following = begin(t + 1) if t + 1 < len(self.steps) else None
+        for calls, (k_here, v_here) in zip(self.steps, self._keys(k, v), strict=True):
             for call in calls:
                 out, lse = local.forward(call, q, k_here, v_here, options)
                 results.add(out, lse, call.q[0])
-            if following is not None:
-                k_here, v_here = following.wait()
         return q, k, v, *results.found()
 
     def saved_again(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Saved:
@@ -298,19 +312,16 @@ class Ring:
     ) -> Gradients:
         """The gradients of q, k, v and of the sink, this rank's share."""
         q, k, v, out, lse = saved
-        steps = len(self.steps)
         dq, dk, dv = (Sum(x) for x in (q, k, v))
         dsink: Tensor | None = None
-        begin = self.transport.rotate((k, v), steps, "ring of K and V")
-        k_here, v_here = k, v
-        travelling: Pending[Rows] | None = None
+        behind = _Behind()
 
-        def arrive(pending: Pending[Rows]) -> None:
-            for sums, part in zip((dk, dv), pending.wait(), strict=True):
+        def follow(begun: Pending[Rows] | None) -> None:
+            for sums, part in zip((dk, dv), behind.follow(begun) or (), strict=False):
                 sums.add(part)
 
-        for t, calls in enumerate(self.steps):
-            following = begin(t + 1) if t + 1 < steps else None
+        steps = zip(self.steps, self._keys(k, v), strict=True)
+        for t, (calls, (k_here, v_here)) in enumerate(steps):
             parts: list[tuple[Span, Rows]] = []
             for call in calls:
                 dq_part, dk_part, dv_part, dsink_part = local.backward(
@@ -319,20 +330,13 @@ class Ring:
                 dq.add(dq_part, call.q[0])
                 parts.append((call.k, (dk_part, dv_part)))
                 dsink = local.add(dsink, dsink_part)
-            pending = None
             if t > 0:
-                pending = self.transport.shift(parts, (k, v), -t, f"ring of dK and dV, step {t}")
-            else:
-                for (first, _), of_call in parts:
-                    for sums, part in zip((dk, dv), of_call, strict=True):
-                        sums.add(part, first)
-            if travelling is not None:  # of the step before, which this one has hidden
-                arrive(travelling)
-            travelling = pending
-            if following is not None:
-                k_here, v_here = following.wait()
-        if travelling is not None:
-            arrive(travelling)
+                follow(self.transport.shift(parts, (k, v), -t, f"ring of dK and dV, step {t}"))
+                continue
+            for (first, _), of_call in parts:
+                for sums, part in zip((dk, dv), of_call, strict=True):
+                    sums.add(part, first)
+        follow(None)
         if "sink" in options and dsink is None:
             dsink = torch.zeros_like(options["sink"])
         return dq.found(), dk.found(), dv.found(), dsink
@@ -418,7 +422,7 @@ class Ulysses:
     ) -> None:
         self.transport, self.inner, self.copies, self.pieces = transport, inner, copies, pieces
 
-    def _heads(self, q: Tensor, k: Tensor) -> list[tuple[slice, slice, slice]]:
+    def _heads(self, heads_q: int) -> list[tuple[slice, slice, slice]]:
         """For each piece: heads of q and of k, and which of q's are this rank's.
 
         A piece is consecutive key heads, as many for every rank, and the query heads that read
@@ -426,7 +430,7 @@ class Ulysses:
         """
         ranks = self.transport.ranks
         found = []
-        for of_q, of_k in local.head_pieces(q.shape[2] // ranks, self.pieces):
+        for of_q, of_k in local.head_pieces(heads_q // ranks, self.pieces):
             first = ranks * of_q.start + self.transport.rank * (of_q.stop - of_q.start)
             found.append(
                 (
@@ -437,39 +441,46 @@ class Ulysses:
             )
         return found
 
+    def _arriving(self, parts: Callable[[int], Rows], what: str) -> Iterator[Rows]:
+        """Each piece at its ranks; the next one travels meanwhile."""
+
+        def begin(i: int) -> Pending[Rows]:
+            return self.transport.to_heads(parts(i), f"all-to-all of {what}, {self._piece(i)}")
+
+        following = begin(0)
+        for i in range(1, len(self.pieces)):
+            pending, following = following, begin(i)
+            yield pending.wait()
+        yield following.wait()
+
+    def _piece(self, i: int) -> str:
+        return f"piece {i + 1} of {len(self.pieces)}"
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Saved:
         """What the inner method saves of each piece, then out and lse of this rank's rows."""
         if self.copies > 1:
             k, v = (x.repeat_interleave(self.copies, dim=2) for x in (k, v))
-        heads = self._heads(q, k)
+        heads = self._heads(q.shape[2])
 
-        def begin(i: int) -> Pending[Rows]:
+        def parts(i: int) -> Rows:
             q_heads, k_heads, _ = heads[i]
-            parts = (q[:, :, q_heads], k[:, :, k_heads], v[:, :, k_heads])
-            what = f"all-to-all of q, k and v, piece {i + 1} of {len(heads)}"
-            return self.transport.to_heads(parts, what)
+            return q[:, :, q_heads], k[:, :, k_heads], v[:, :, k_heads]
 
         batch, rows, heads_q, _ = q.shape
         out = q.new_empty((batch, rows, heads_q, v.shape[-1]))
         lse = q.new_empty((batch, rows, heads_q), dtype=statistics_dtype(q.dtype))
         saved: list[Tensor] = []
-        travelling: list[Pending[None]] = []
-        following = begin(0)
-        for i, (q_heads, _, mine) in enumerate(heads):
-            pending = following
-            if i + 1 < len(heads):
-                following = begin(i + 1)
-            q_all, k_all, v_all = pending.wait()
-            found = self.inner.forward(
-                q_all, k_all, v_all, local.of_heads(options, mine.start, mine.stop)
-            )
+        behind = _Behind()
+        arriving = self._arriving(parts, "q, k and v")
+        of_pieces = zip(arriving, heads, strict=True)
+        for i, ((q_all, k_all, v_all), (q_heads, _, mine)) in enumerate(of_pieces):
+            chosen = local.of_heads(options, mine.start, mine.stop)
+            found = self.inner.forward(q_all, k_all, v_all, chosen)
             saved += found
             into = out[:, :, q_heads], lse[:, :, q_heads]
-            what = f"all-to-all of out and lse, piece {i + 1} of {len(heads)}"
-            travelling.append(self.transport.to_rows((found[-2], found[-1].mT), into, what))
-            if i > 0:  # the piece before, whose way back the kernels above have hidden
-                travelling.pop(0).wait()
-        travelling.pop().wait()
+            what = f"all-to-all of out and lse, {self._piece(i)}"
+            behind.follow(self.transport.to_rows((found[-2], found[-1].mT), into, what))
+        behind.follow(None)
         return *saved, out, lse.mT.contiguous()
 
     def saved_again(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Saved:
@@ -477,7 +488,7 @@ class Ulysses:
         if self.copies > 1:
             k, v = (x.repeat_interleave(self.copies, dim=2) for x in (k, v))
         saved: list[Tensor] = []
-        for q_heads, k_heads, _ in self._heads(q, k):
+        for q_heads, k_heads, _ in self._heads(q.shape[2]):
             of_q, of_k = ([x[:, :, heads] for x in tensors] for heads, tensors in (
                 (q_heads, (q, out, lse.mT)), (k_heads, (k, v))
             ))  # fmt: skip
@@ -491,52 +502,32 @@ class Ulysses:
     ) -> Gradients:
         """The gradients of q, k, v and of the sink, this rank's share."""
         *inner, _, _ = saved
-        pieces = list(_chunks(inner))
-        ranks = self.transport.ranks
-        q_heads_all = dout.shape[2]
-        heads: list[tuple[slice, slice]] = []
-        at = 0
-        for piece in pieces:
-            each = piece[0].shape[2]
-            first = at + self.transport.rank * each
-            heads.append((slice(at, at + ranks * each), slice(first, first + each)))
-            at += ranks * each
+        batch, rows, heads_q, _ = dout.shape
+        heads = self._heads(heads_q)
 
-        def begin(i: int) -> Pending[Rows]:
-            q_heads = heads[i][0]
-            gradients: Rows = (dout[:, :, q_heads],)
-            if dlse is not None:
-                gradients = (*gradients, dlse[:, q_heads].mT)
-            what = f"all-to-all of dout and dlse, piece {i + 1} of {len(heads)}"
-            return self.transport.to_heads(gradients, what)
+        def parts(i: int) -> Rows:
+            q_heads, _, _ = heads[i]
+            of_out = dout[:, :, q_heads]
+            return (of_out,) if dlse is None else (of_out, dlse[:, q_heads].mT)
 
-        dsink = options["sink"].new_zeros(q_heads_all) if "sink" in options else None
-        q, k, v = pieces[0][:3]
-        batch, rows = dout.shape[:2]
-        key_heads = sum(piece[1].shape[2] for piece in pieces) * ranks
-        dq = q.new_empty((batch, rows, q_heads_all, q.shape[-1]))
-        dk, dv = (x.new_empty((batch, rows, key_heads, x.shape[-1])) for x in (k, v))
-        at = 0
-        travelling: list[Pending[None]] = []
-        following = begin(0)
-        for i, (piece, (q_heads, mine)) in enumerate(zip(pieces, heads, strict=True)):
-            pending = following
-            if i + 1 < len(heads):
-                following = begin(i + 1)
-            dout_part, *rest = pending.wait()
-            dlse_part = rest[0].mT if rest else None
+        dsink = options["sink"].new_zeros(heads_q) if "sink" in options else None
+        q, k, v = inner[:3]
+        heads_k = heads[-1][1].stop
+        dq = q.new_empty((batch, rows, heads_q, q.shape[-1]))
+        dk, dv = (x.new_empty((batch, rows, heads_k, x.shape[-1])) for x in (k, v))
+        behind = _Behind()
+        arriving = self._arriving(parts, "dout and dlse")
+        of_pieces = zip(_chunks(inner), arriving, heads, strict=True)
+        for i, (piece, (dout_all, *rest), (q_heads, k_heads, mine)) in enumerate(of_pieces):
+            dlse_all = rest[0].mT if rest else None
             chosen = local.of_heads(options, mine.start, mine.stop)
-            *gradients, dsink_part = self.inner.backward(piece, dout_part, dlse_part, chosen)
+            *gradients, dsink_part = self.inner.backward(piece, dout_all, dlse_all, chosen)
             if dsink is not None and dsink_part is not None:
                 dsink[mine] = dsink_part
-            k_heads = slice(at, at + ranks * piece[1].shape[2])
-            at = k_heads.stop
             into = dq[:, :, q_heads], dk[:, :, k_heads], dv[:, :, k_heads]
-            what = f"all-to-all of dQ, dK and dV, piece {i + 1} of {len(pieces)}"
-            travelling.append(self.transport.to_rows(tuple(gradients), into, what))
-            if i > 0:
-                travelling.pop(0).wait()
-        travelling.pop().wait()
+            what = f"all-to-all of dQ, dK and dV, {self._piece(i)}"
+            behind.follow(self.transport.to_rows(tuple(gradients), into, what))
+        behind.follow(None)
         if self.copies > 1:
             dk, dv = (x.unflatten(2, (-1, self.copies)).sum(3) for x in (dk, dv))
         return dq, dk, dv, dsink

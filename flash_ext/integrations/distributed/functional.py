@@ -14,7 +14,7 @@ from typing_extensions import Unpack
 
 from ... import ops
 from ...functional import attention_options
-from ...ops.autograd import autocast_tensors
+from ...ops.autograd import as_kernels_take, autocast_tensors, save, saved
 from ...ops.call import autocasts
 from ...ops.checks import refuse, require_pair, require_tensors, statistics_dtype
 from ...ops.torch_private import below_in_place, process_group_of
@@ -167,10 +167,7 @@ def _backward(
     settings = _Settings(*given)
     core, tensors, options = settings.prepare(q, k, v, new=False)
     packed = settings.cu_seqlens is not None
-    if dout is None:
-        dout = torch.zeros_like(out)
-    elif dout.stride(-1) != 1:
-        dout = dout.contiguous()
+    dout, _ = as_kernels_take(dout, None, out)
     if packed:
         dout, out, lse = dout[None], out[None], lse[None]
         dlse = None if dlse is None else dlse[None]
@@ -230,27 +227,19 @@ class _Attention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """sink is among the options too; as an argument autograd sees it."""
         with below_in_place():
-            saved = core.forward(q, k, v, options)
-        constants = {name: x for name, x in options.items() if not isinstance(x, Tensor)}
-        tensors = {name: x for name, x in options.items() if isinstance(x, Tensor)}
-        ctx.core, ctx.options, ctx.names = core, constants, tuple(tensors)
-        ctx.save_for_backward(*saved, *tensors.values())
-        ctx.set_materialize_grads(False)
-        return saved[-2], saved[-1]
+            results = core.forward(q, k, v, options)
+        ctx.core = core
+        save(ctx, dict(enumerate(results)), options)
+        return results[-2], results[-1]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        every = ctx.saved_tensors  # once: activation checkpointing recomputes them here
-        count = len(every) - len(ctx.names)
-        saved, tensors = every[:count], every[count:]
-        options = ctx.options | dict(zip(ctx.names, tensors, strict=True))
-        if dout is None:
-            dout = torch.zeros_like(saved[-2])
-        elif dout.stride(-1) != 1:
-            dout = dout.contiguous()
+        options = saved(ctx)
+        results = tuple(options.pop(i) for i in [*options] if isinstance(i, int))
+        dout, _ = as_kernels_take(dout, None, results[-2])
         with below_in_place():
-            dq, dk, dv, dsink = ctx.core.backward(saved, dout, dlse, options)
+            dq, dk, dv, dsink = ctx.core.backward(results, dout, dlse, options)
         return None, None, dq, dk, dv, dsink
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ... import ops
 from ...ops.into import bwd_into, fits, fwd_into
+from ...ops.options import BackwardTensors
 from .on_device import on_device
 from .packing import Call
 from .sharding import Span
@@ -143,7 +144,6 @@ def backward(
     out: Tensor,
     lse: Tensor,
     options: Options,
-    into: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The gradients that pass through the call.
 
@@ -153,71 +153,57 @@ def backward(
             so P = exp(S - lse) is the call's part of the whole softmax.
         k, v: all rows of the keys at hand.
         options: of the ops.
-        into: where dq, dk and dv are written; None is a new tensor.
 
     Returns:
         dq (B, m, Hq, D), and dk and dv of the call's keys, in the inputs' dtype; and dsink, where
         the call takes the sink.
     """
-    of_queries = [view(call, x, call.q) for x in (dout, q, out)]
-    lse = view(call, lse, call.q, -1)
-    dlse = None if dlse is None else view(call, dlse, call.q, -1)
-    k, v = view(call, k, call.k), view(call, v, call.k)
-    written = [
-        torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        if given is None
-        else view(call, given, (0, given.shape[1]))
-        for given, x in zip(into, (of_queries[1], k, v), strict=True)
-    ]
-    dout, q, out = of_queries
-    options = options_of(call, options, q.device)
-    dsink = backward_of_views(call, dout, dlse, q, k, v, out, lse, options, *written)
-    dq, dk, dv = written if call.packed is None else (x[None] for x in written)
+    x = BackwardTensors(
+        dout=view(call, dout, call.q),
+        dlse=None if dlse is None else view(call, dlse, call.q, -1),
+        q=view(call, q, call.q),
+        k=view(call, k, call.k),
+        v=view(call, v, call.k),
+        out=view(call, out, call.q),
+        lse=view(call, lse, call.q, -1),
+    )
+    into = [torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in (x.q, x.k, x.v)]
+    dsink = backward_of_views(call, x, options_of(call, options, q.device), into)
+    dq, dk, dv = into if call.packed is None else (y[None] for y in into)
     return dq, dk, dv, dsink
 
 
 def backward_of_views(
-    call: Call,
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    options: Options,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
+    call: Call, x: BackwardTensors, options: Options, into: Sequence[Tensor]
 ) -> Tensor | None:
     """As `backward`, into dq, dk and dv: all tensors come from `view`, options from
     `options_of`. Returns dsink."""
-    written: list[Tensor] = [dq, dk, dv]
-    statistics = [lse, dlse]
+    written = into
     if call.batch_step is not None:
-        q, k, v, options = _batch_of_two(call, q, k, v, options)
-        dout, out = _halves(dout), _halves(out)
-        statistics = [
-            None if x is None else x.unflatten(2, (2, -1))[0].transpose(0, 1) for x in statistics
-        ]
-        of_halves = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v)]
-        written = [_halves(dq), *of_halves]
-    lse_here, dlse_here = (None if x is None else x.contiguous() for x in statistics)
-    tensors: tuple[Any, ...] = dout, dlse_here, q, k, v, out, lse_here
+        q, k, v, options = _batch_of_two(call, x.q, x.k, x.v, options)
+        lse, dlse = (
+            None if y is None else y.unflatten(2, (2, -1))[0].transpose(0, 1)
+            for y in (x.lse, x.dlse)
+        )
+        assert lse is not None
+        x = BackwardTensors(_halves(x.dout), dlse, q, k, v, _halves(x.out), lse)
+        of_halves = [torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in (k, v)]
+        written = [_halves(into[0]), *of_halves]
+    x = x._replace(lse=x.lse.contiguous(), dlse=None if x.dlse is None else x.dlse.contiguous())
     if fits(*written):
-        dsink = bwd_into(*written, *tensors, **options)
+        dsink = bwd_into(*written, *x, **options)
     else:
-        *found, _, dsink = ops.bwd(*tensors, **options)
-        for x, gradient in zip(written, found, strict=True):
-            x.copy_(gradient)
+        *found, _, dsink = ops.bwd(*x, **options)
+        for y, gradient in zip(written, found, strict=True):
+            y.copy_(gradient)
     if call.batch_step is not None:
         assert call.used is not None
         firsts = 0, call.batch_step
         halves = [
-            ((first, first + used), tuple(x[i : i + 1, :used] for x in of_halves))
+            ((first, first + used), tuple(y[i : i + 1, :used] for y in of_halves))
             for i, (first, used) in enumerate(zip(firsts, call.used, strict=True))
         ]
-        total(halves, (dk, dv))
+        total(halves, (into[1], into[2]))
     return dsink if "sink" in options else None
 
 

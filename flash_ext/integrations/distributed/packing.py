@@ -472,9 +472,9 @@ def _whole_of_chunks(shards: Sharding, rank: int, mask: Mask) -> tuple[Call, ...
     chunks, documents = _Chunks(shards, slice(rank, rank + 1)), mask.documents_of(shards.rows)
     width, count, at, ends = len(documents), len(documents) - 1, len(chunks.numbers), rank == 0
     begins = documents.offsets[:-1]
-    keys: tuple[Tensor, ...]
+    keys: tuple[Tensor, ...] = documents.offsets, documents.offsets
     if mask.right is None:
-        last, keys = (documents[-1],) * 2, (documents.offsets, documents.offsets)
+        last = [documents[-1], documents[-1]]
         used = begins[:0]
     else:
         (of_chunks,) = chunks.last
