@@ -94,7 +94,7 @@ soak: build
 sanitize: build
 	PYTHON=$(PY) bash tests/sanitize.sh $(ARGS)
 
-## bench         measure again what the documents show, and print what moved (ARGS=--record: keep it)
+## bench         measure again on the GPU what the documents show (ARGS=--record: into benchmarks/results)
 ## bench BENCH=compare   one of benchmarks/ (ARGS=--help: how), or io, memory, numerics, train, ...
 BENCH ?= everything
 bench: build

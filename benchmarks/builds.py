@@ -254,7 +254,7 @@ def main() -> int:
         for provider in (FP8_NAMES.values() if cell.dtype == FP8 else map(variant, variants))
     ]
     if not jobs:
-        raise SystemExit("no cell left: see --filter, --causal, --full, --fwd, --bwd")
+        raise SystemExit("no cell left: see --causal, --full, --fwd, --bwd")
     folders = {
         "before": args.before.resolve(),
         "now": Path(flash_ext.__file__).resolve().parents[1],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
@@ -90,25 +89,6 @@ class Cell:
         """For a result: without what is 0, empty or false, apart from `causal`."""
         return {n: x for n, x in asdict(self).items() if x or n == "causal"}
 
-    def matches(self, terms: str) -> bool:
-        """Whether the cell meets every term of a filter such as 'd=128,causal,fwd,S>=2048'."""
-        for term in filter(None, (t.strip() for t in terms.split(","))):
-            number = re.fullmatch(r"(d|S|B|H)(=|>=|<=)(\d+)", term)
-            if number:
-                have = {"d": self.d, "S": self.seqlen, "B": self.batch, "H": self.heads}[number[1]]
-                want = int(number[3])
-                fits = {"=": have == want, ">=": have >= want, "<=": have <= want}[number[2]]
-            elif term in ("causal", "full"):
-                fits = self.causal == (term == "causal")
-            elif term in ("fwd", "bwd"):
-                fits = self.direction.startswith({"fwd": "forward", "bwd": "backward"}[term])
-            else:
-                raise SystemExit(f"--filter: cannot read {term!r}; terms look like d=128, S>=2048,"
-                                 " causal, full, fwd, bwd")  # fmt: skip
-            if not fits:
-                return False
-        return True
-
 
 def neighbors(cell: Cell) -> Iterator[Cell]:
     """Those of a shape; the shape itself comes first."""
@@ -175,8 +155,6 @@ def add_grid(parser: argparse.ArgumentParser) -> None:
     add("--full", action="store_true", help="only without a mask")
     add("--fwd", action="store_true", help="only forward")
     add("--bwd", action="store_true", help="only backward")
-    add("--filter", action="append", help="cells to run, as in 'd=128,causal,fwd,S>=2048';"
-        " several filters add up")  # fmt: skip
 
 
 def grid(args: argparse.Namespace) -> Iterator[Cell]:
@@ -191,11 +169,9 @@ def grid(args: argparse.Namespace) -> Iterator[Cell]:
                 wanted = "forward" if args.fwd else "backward"
                 directions = [d for d in directions if d == wanted]
             for direction in directions:
-                cell = replace(
+                yield replace(
                     shape, direction=direction, sustained=args.sustained > 0, graph=args.graph
                 )
-                if not args.filter or any(cell.matches(f) for f in args.filter):
-                    yield cell
 
 
 # ------------------------------------------------------------------- cells as results have them

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,13 @@ def describe_setup(device: torch.device) -> Json:
         "digest": source_digest(),
         "date": now(),
     }
+
+
+def begin(subject: str, args: argparse.Namespace) -> results.Recorder:
+    """A run begins: the seed is set, and its results have a place."""
+    torch.manual_seed(0)
+    warnings.filterwarnings("ignore")  # SDPA explains there what it then raises
+    return results.Recorder(subject, describe_setup(torch.device(args.device)), args)
 
 
 def result_path(device: torch.device, name: str) -> Path:

@@ -10,7 +10,7 @@
     python benchmarks/compare.py --set fp8                       # FP8 forward, beside bf16
     python benchmarks/compare.py --sustained                     # back to back, at the power limit
     python benchmarks/compare.py --s 131072 --batch 1 --heads 32 --kv-heads 4 --sq 128
-    python benchmarks/compare.py --filter 'd=128,causal,fwd,S>=2048' --rounds 20
+    python benchmarks/compare.py --d 128 --causal --fwd --rounds 20
     python benchmarks/compare.py --device cpu                    # a smoke test
 
 The standard grid is bf16, 16,384 tokens, hidden size 2048, head dims 64, 128 and 256, S from 512
@@ -38,9 +38,10 @@ import argparse
 import math
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import common
 import torch
@@ -51,18 +52,17 @@ from providers import (
     PEERS,
     VARIANTS,
     Provider,
-    Refused,
     Workload,
+    attempt,
+    check,
     collect,
     command_line,
-    relative_error,
     running,
     versions,
-    wrong,
 )
 from ratios import geometric_mean, ratios
-from results import Recorder
 from timing import Timer
+from torch import Tensor
 
 GRAPH_CALLS = 20
 SUSTAINED_SECONDS = 1.2
@@ -84,9 +84,6 @@ def parse() -> argparse.Namespace:
     add("--min-time", type=float, default=0.1, help="seconds of calls per provider and cell")
     add("--rounds", type=int, help="calls per provider and cell, in place of --min-time")
     add("--minutes", type=float, default=math.inf, help="begin no shape later")
-    add("--skip-slow", type=float, nargs="?", const=100.0, metavar="MS",
-        help="leave out what takes longer per call than this (100 ms if not said)")  # fmt: skip
-    add("--seed", type=int, default=0)
     args = parser.parse_args()
     if args.graph and not (args.sustained and args.device.startswith("cuda")):
         parser.error("--graph is for --sustained on a GPU")
@@ -97,119 +94,78 @@ class Bench:
     """Measures cells on one device."""
 
     def __init__(self, args: argparse.Namespace, providers: list[Provider]) -> None:
-        self.args = args
+        self.args, self.providers = args, providers
         self.device = torch.device(args.device)
         self.timer = Timer(self.device)
         self.log = common.ClockLog(self.device)
         self.clocks: dict[str, float] = {}  # and power, while a cell was timed
-        self.providers = providers
 
     def shape(self, cells: list[Cell]) -> Iterator[tuple[Cell, Json]]:
         """Measure the directions of one shape on the same inputs."""
         cell = cells[0]
-        try:
-            work = cell.workload(self.device)
-            exact = work.exact(cell.causal, gradients=any(c.direction == "backward" for c in cells))
-        except torch.OutOfMemoryError as error:
-            nobody = {"skipped": common.first_line(error)}
-            yield from ((cell, {p.name: nobody for p in self.providers}) for cell in cells)
-            return
-        for cell in cells:
-            yield (
-                cell,
-                self.cell(cell, work, exact[:1] if cell.direction == "forward" else exact[1:]),
-            )
+        gradients = any(c.direction == "backward" for c in cells)
 
-    def cell(self, cell: Cell, work: Workload, exact: list[torch.Tensor]) -> Json:
+        def inputs() -> tuple[Workload, list[Tensor]]:
+            work = cell.workload(self.device)
+            return work, work.exact(cell.causal, gradients)
+
+        found, reason = attempt(inputs)
+        for cell in cells:
+            if found is None:  # most often: no memory
+                yield cell, {p.name: reason for p in self.providers}
+            else:
+                work, exact = found
+                wanted = exact[:1] if cell.direction == "forward" else exact[1:]
+                yield cell, self.cell(cell, work, wanted)
+
+    def cell(self, cell: Cell, work: Workload, exact: list[Tensor]) -> Json:
         """The results of every provider in one cell: numbers, or why there are none."""
         calls: dict[str, Callable[[], object]] = {}
-        estimates: dict[str, tuple[float, float]] = {}
         results: Json = {}
+
+        def prepare(provider: Provider) -> Callable[[], object]:
+            make = work.forward if cell.direction == "forward" else work.backward
+            call = make(provider, cell.causal)
+            error = self.check(call(), provider, work.wanted(provider, exact))
+            extra = common.peak_extra_memory(call, self.device)
+            results[provider.name] = {"extra_bytes": extra, "error": error}
+            return call
+
         for provider in work.asked(self.providers):
-            try:
-                prepare = work.forward if cell.direction == "forward" else work.backward
-                call = prepare(provider, cell.causal)
-                whole, block = self.check(call(), provider, work.wanted(provider, exact))
-                if bad := wrong(whole, block, provider.limits):
-                    say(f"!!! {provider.label}, {cell}: {bad['skipped']} !!!")
-                    results[provider.name] = bad
-                    continue
-                device_seconds, host_seconds = self.timer.estimate(call)
-                slow = self.args.skip_slow
-                if slow and device_seconds * 1e3 > slow:
-                    reason = f"{device_seconds * 1e3:.0f} ms a call, over --skip-slow {slow:g}"
-                    results[provider.name] = {"skipped": reason}
-                    continue
-                extra = common.peak_extra_memory(call, self.device)
-            except Refused as refusal:
-                results[provider.name] = {"skipped": str(refusal), "refused": True}
-                continue
-            except Exception as error:  # a peer's failure must not end the run
-                results[provider.name] = {"skipped": common.first_line(error)}
-                call = None  # a graph that did not fit must not stay
-                common.free_memory(self.device)
-                continue
-            calls[provider.name], estimates[provider.name] = call, (device_seconds, host_seconds)
-            results[provider.name] = {"extra_bytes": extra, "error": float(f"{whole:.4g}")}
-        try:
-            self.add_times(cell, calls, estimates, results)
-        except Exception as error:  # most often: out of memory
-            for name in calls:
-                if "ms" not in results[name]:
-                    results[name] = {"skipped": common.first_line(error)}
+            call, reason = attempt(partial(prepare, provider))
+            if call is None:
+                results[provider.name] = reason
+                common.free_memory(self.device)  # a graph that did not fit must not stay
+            else:
+                calls[provider.name] = call
+        times, reason = attempt(partial(self.times, cell, calls))
+        for name in calls:
+            found = times[name] if times else reason
+            results[name] = found if "skipped" in found else found | results[name]
         return results
 
-    def add_times(
-        self,
-        cell: Cell,
-        calls: dict[str, Callable[[], object]],
-        estimates: dict[str, tuple[float, float]],
-        results: Json,
-    ) -> None:
-        """Add every call's times to its results."""
-        self.clocks = {}
-        if not calls:
-            return
-        if not cell.sustained:
-            self.log.since_last()
-            timed = self.timer.compare(calls, estimates, self.args.min_time, self.args.rounds)
-            self.clocks = self.log.since_last()
-            for name, samples in timed.items():
-                summary = samples.summary()
-                summary["tflops"] = round(cell.flops() / summary["ms"] * 1e-9, 4)
-                if cell.seqlen_q:
-                    summary["tbps"] = round(cell.kv_bytes() / summary["ms"] * 1e-9, 4)
-                results[name] = summary | results[name]
-            return
-        at_once = GRAPH_CALLS if cell.graph else 1
-        steady: dict[str, Callable[[], object]] = {}
-        for name, call in calls.items():
-            try:
-                steady[name] = self.timer.in_graph(call, at_once) if cell.graph else call
-            except Exception as error:  # a call that no graph can hold
-                results[name] = {"skipped": common.first_line(error)}
-        seconds = self.args.sustained
-        for name, times in self.timer.sustained(steady, estimates, seconds, at_once).items():
-            if "skipped" in times:
-                results[name] = times
-                continue
-            tflops = round(cell.flops() / times["ms"] * 1e-9, 4)
-            results[name] = times | {"tflops": tflops} | results[name]
+    def check(self, got: Any, provider: Provider, exact: list[Tensor]) -> float:
+        """The largest relative error of a call's results; raises `Wrong`."""
+        # Gradients come in the provider's layout, out in ours.
+        tensors = [provider.view(x) for x in got] if isinstance(got, tuple) else [got]
+        pairs = zip(tensors, exact, strict=True)
+        return check(((x[:, -want.shape[1] :], want) for x, want in pairs), provider.limits)
 
-    def check(
-        self, got: object, provider: Provider, exact: list[torch.Tensor]
-    ) -> tuple[float, float]:
-        """The largest relative errors, whole and block-wise, over a call's results."""
-        if isinstance(got, tuple):  # gradients come in the provider's layout, out in ours
-            tensors = [provider.view(x) for x in got]
+    def times(self, cell: Cell, calls: dict[str, Callable[[], object]]) -> Json:
+        """Every call's times, or why a call has none."""
+        self.clocks = {}
+        if cell.sustained:
+            at_once = GRAPH_CALLS if cell.graph else 1
+            found = self.timer.sustained(calls, self.args.sustained, at_once)
         else:
-            assert isinstance(got, torch.Tensor)
-            tensors = [got]
-        errors = [
-            relative_error(x[:, -want.shape[1] :], want)
-            for x, want in zip(tensors, exact, strict=True)
-        ]
-        return max(e[0] for e in errors), max(e[1] for e in errors)
+            self.log.since_last()
+            found = self.timer.timed(calls, self.args.min_time, self.args.rounds)
+            self.clocks = self.log.since_last()
+        for result in (r for r in found.values() if "ms" in r):
+            result["tflops"] = round(cell.flops() / result["ms"] * 1e-9, 4)
+            if cell.seqlen_q and not cell.sustained:
+                result["tbps"] = round(cell.kv_bytes() / result["ms"] * 1e-9, 4)
+        return found
 
 
 def print_means(lines: list[Json], names: list[str]) -> None:
@@ -230,16 +186,14 @@ def main() -> int:
     """Run; the exit status is 1 if a variant of flash_ext was wrong or failed somewhere."""
     args = parse()
     started = time.monotonic()
-    torch.manual_seed(args.seed)
-    warnings.filterwarnings("ignore")  # SDPA explains there what it then raises
     cells = list(grid(args))
     if not cells:
-        raise SystemExit("no cell left: see --filter, --causal, --full, --fwd, --bwd")
+        raise SystemExit("no cell left: see --causal, --full, --fwd, --bwd")
     args.variants = args.variants or running(torch.device(args.device))
     providers, missing = collect(args.variants, args.peers)
     providers[:0] = FP8_PROVIDERS if any(c.dtype == FP8 for c in cells) else ()
     bench = Bench(args, providers)
-    recorder = Recorder("compare", common.describe_setup(bench.device), args)
+    recorder = common.begin("compare", args)
     shapes: dict[Cell, list[Cell]] = {}
     for cell in cells:
         shapes.setdefault(replace(cell, direction="forward"), []).append(cell)
@@ -259,12 +213,10 @@ def main() -> int:
     finally:
         bench.log.close()
     print_means(recorder.lines, [p.name for p in providers])
-    for name, reason in missing.items():
-        print(f"  not importable: {name}: {reason}")
-    recorder.close()
+    recorder.close(missing)
     bad = [r for line in recorder.lines for p in providers
            if p.ours and (r := line["result"]["providers"].get(p.name, {})).get("skipped")
-           and not r.get("refused") and "--skip-slow" not in r["skipped"]]  # fmt: skip
+           and not r.get("refused")]  # fmt: skip
     return int(bool(bad))
 
 

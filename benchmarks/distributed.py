@@ -41,8 +41,8 @@ import itertools
 import math
 import os
 import random
-import socket
 import statistics
+import subprocess
 import sys
 import time
 import types
@@ -71,26 +71,20 @@ LENGTHS, CPU_LENGTHS = (32768, 131072, 1048576), (256,)
 DOCUMENT_TOKENS, CPU_DOCUMENT_TOKENS = 131072, 256
 MOST_ROUNDS, FEWEST_ROUNDS, WARM_UP = 20, 3, 2
 AHEAD = 20_000_000  # cycles that the GPU waits, so that the host is ahead when a call begins
+FACTORS = {"forward": 1.0, "backward": 2.5}  # of the forward's FLOPs
 TRAINED, STEPS = ("auto", "torch"), 5  # methods of train_long.py
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Of attention in one layer."""
-
-    heads_q: int = 32
-    heads_k: int = 8
-    dim: int = 128
-
-
-@dataclass(frozen=True)
 class Cell:
-    """One sequence on so many ranks."""
+    """One sequence on so many ranks, and attention's heads in one layer."""
 
     kind: str  # "causal" or "documents"
     rows: int
     ranks: int
-    shape: Shape
+    heads_q: int = 32
+    heads_k: int = 8
+    dim: int = 128
     documents: tuple[int, ...] | None = None
 
     @property
@@ -98,14 +92,14 @@ class Cell:
         return plan.Mask(None, 0, self.documents)
 
     @property
-    def flops(self) -> float:
-        """Of a forward pass, on all ranks."""
-        return 4.0 * self.shape.heads_q * self.shape.dim * self.pairs
-
-    @property
     def pairs(self) -> int:
         """(query, key) that are visible."""
         return sum(plan.visible_pairs(cp.sharding(self.rows, 1), self.mask))
+
+    @property
+    def flops(self) -> float:
+        """Of a forward pass, on all ranks."""
+        return 4.0 * self.heads_q * self.dim * self.pairs
 
 
 def heavy_tail(rows: int, seed: int = 0) -> tuple[int, ...]:
@@ -153,11 +147,13 @@ class Ranks:
 
     def inputs(self, rows: int, heads_k: int | None = None) -> tuple[list[Tensor], Tensor]:
         """q, k and v, requiring gradients, and dout: (1, rows, H, D)."""
-        shape = self.cell.shape
+        cell, heads_k = self.cell, heads_k or self.cell.heads_k
         like = {"device": self.device, "dtype": self.dtype}
-        heads = (shape.heads_q, heads_k or shape.heads_k, heads_k or shape.heads_k)
-        leaves = [torch.randn(1, rows, h, shape.dim, **like).requires_grad_() for h in heads]
-        return leaves, torch.randn(1, rows, shape.heads_q, shape.dim, **like)
+        q, k, v, dout = (
+            torch.randn(1, rows, heads, cell.dim, **like)
+            for heads in (cell.heads_q, heads_k, heads_k, cell.heads_q)
+        )
+        return [x.requires_grad_() for x in (q, k, v)], dout
 
 
 def ours(ranks: Ranks, method: str, layout: str, transport: str = "auto") -> Provider:
@@ -165,8 +161,7 @@ def ours(ranks: Ranks, method: str, layout: str, transport: str = "auto") -> Pro
     cell = ranks.cell
     packed = cell.documents is not None
     group: Any = None
-    across = None
-    name = method
+    across, name = None, method
     if method.startswith("two_level"):
         across = 2
         group = dist.device_mesh.init_device_mesh(
@@ -225,22 +220,9 @@ class Kernels:
         return backward
 
 
-def torchs(ranks: Ranks, backend: str, rotation: str) -> Provider:
+def torchs(ranks: Ranks, backend: str, rotation: str, heads_k: int | None = None) -> Provider:
     """torch's context_parallel: causal, its own zigzag; with every query head's own K and V where
     it does not take grouped ones."""
-    shape = ranks.cell.shape
-    try:
-        grouped = torchs_with(ranks, backend, rotation, shape.heads_k)
-        with grouped.around():
-            grouped.backward_of(grouped.forward())()
-        return grouped
-    except Exception as wrong:  # on every rank
-        say(f"torch's context_parallel, grouped heads: {first_line(wrong)}")
-        return torchs_with(ranks, backend, rotation, shape.heads_q)
-
-
-def torchs_with(ranks: Ranks, backend: str, rotation: str, heads_k: int) -> Provider:
-    """The same with this many heads of K and V."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._attention import set_rotate_method
@@ -250,7 +232,8 @@ def torchs_with(ranks: Ranks, backend: str, rotation: str, heads_k: int) -> Prov
     if cell.documents is not None:
         raise NotImplementedError("context_parallel has no documents")
     mesh = init_device_mesh(ranks.device.type, (cell.ranks,))
-    leaves, dout = ranks.inputs(cell.rows // cell.ranks, heads_k)
+    used = heads_k or cell.heads_k
+    leaves, dout = ranks.inputs(cell.rows // cell.ranks, used)
     heads_first = [x.detach().transpose(1, 2).requires_grad_() for x in leaves]
 
     @contextlib.contextmanager
@@ -263,16 +246,25 @@ def torchs_with(ranks: Ranks, backend: str, rotation: str, heads_k: int) -> Prov
         ):
             yield
 
-    return Provider(
+    found = Provider(
         f"torch {backend.lower()} {rotation}",
+        # Looked up in each call: context_parallel puts its own function there.
         lambda: F.scaled_dot_product_attention(
-            *heads_first, is_causal=True, enable_gqa=heads_k != cell.shape.heads_q
+            *heads_first, is_causal=True, enable_gqa=used != cell.heads_q
         ),
         tuple(heads_first),
         dout.transpose(1, 2),
         around,
-        {"heads_k": heads_k},
+        {"heads_k": used},
     )
+    if heads_k is None:
+        try:
+            with found.around():
+                found.backward_of(found.forward())()
+        except Exception as wrong:  # on every rank
+            say(f"torch's context_parallel, grouped heads: {first_line(wrong)}")
+            return torchs(ranks, backend, rotation, cell.heads_q)
+    return found
 
 
 def ring_flash_attns(ranks: Ranks, function: str) -> Provider:
@@ -401,11 +393,11 @@ def measure(
     clock: Clock,
     cell: Cell,
     backward: bool,
-    beside: Callable[[], dict[str, Provider | Kernels]] = dict,
+    beside: dict[str, Provider | Kernels],
 ) -> Json:
-    """Times, memory and rates of one provider, and times of what `beside` makes: by turns."""
+    """Times, memory and rates of one provider, and times of what is beside it: by turns."""
     result: Json = {"provider": provider.name, **provider.facts}
-    passes = ("forward", "backward") if backward else ("forward",)
+    passes = list(FACTORS)[: 2 if backward else 1]
     if clock.cuda:
         torch.cuda.reset_peak_memory_stats()
     with provider.around():
@@ -418,7 +410,7 @@ def measure(
         result["peak_bytes"] = int(clock.slowest(torch.cuda.max_memory_allocated()))
         if provider.facts.get("transport") == "copy_engines":
             result["shared_bytes"] = symmetric.capacity(dist.group.WORLD)
-    every: dict[str, Provider | Kernels] = {"ms": provider} | beside()
+    every: dict[str, Provider | Kernels] = {"ms": provider} | beside
     for which in passes:
         with provider.around():
             if which == "forward":
@@ -427,7 +419,7 @@ def measure(
             else:
                 found = clock.median({n: x.backward_of(x.forward()) for n, x in every.items()})
         seconds = found["ms"]
-        flops = cell.flops * (2.5 if which == "backward" else 1) / cell.ranks
+        flops = cell.flops * FACTORS[which] / cell.ranks
         result[which] = {"ms": seconds * 1e3, "tflops": flops / seconds / 1e12}
         if "ms" in clock.late:
             result[which]["launch_bound"] = True
@@ -437,31 +429,17 @@ def measure(
     return result
 
 
-def call_of(cell: Cell) -> cost.Call:
-    """The cell for the cost model."""
-    shape = cell.shape
-    return cost.Call(
-        batch=1, rows=cell.rows, heads_q=shape.heads_q, heads_k=shape.heads_k, dim=shape.dim,
-        dim_v=shape.dim, ranks=cell.ranks,
-        share=cell.pairs / cell.rows**2,
-    )  # fmt: skip
-
-
-def machine_with(
-    kernels: dict[str, float], cell: Cell, device: torch.device, engines: bool = False
-) -> cost.Machine:
-    """The cost model's machine, with the kernels' measured speeds."""
-    machine = methods.machine_of(device, dist.group.WORLD, engines)
-    forward = cell.flops / cell.ranks / kernels["forward"]
-    backward = 2.5 * cell.flops / cell.ranks / kernels.get("backward", math.inf)
-    return replace(machine, forward=forward, backward=backward or machine.backward)
-
-
 def add_model(result: Json, method: str, cell: Cell, device: torch.device) -> None:
-    """The cost model's times beside the measured ones."""
-    times = {n: result[n]["kernels_ms"] * 1e-3 for n in ("forward", "backward") if n in result}
-    machine = machine_with(times, cell, device, result["transport"] == "copy_engines")
-    call = call_of(cell)
+    """The cost model's times, with the kernels' measured speeds, beside the measured times."""
+    machine = methods.machine_of(device, dist.group.WORLD, result["transport"] == "copy_engines")
+    per_rank = cell.flops / cell.ranks
+    speeds = {n: per_rank * factor / (result[n]["kernels_ms"] * 1e-3)
+              for n, factor in FACTORS.items() if n in result}  # fmt: skip
+    machine = replace(machine, **speeds)
+    call = cost.Call(
+        batch=1, rows=cell.rows, heads_q=cell.heads_q, heads_k=cell.heads_k, dim=cell.dim,
+        dim_v=cell.dim, ranks=cell.ranks, share=cell.pairs / cell.rows**2,
+    )  # fmt: skip
     forward = cost.estimate(method, replace(call, gradients=False), machine).total
     both = cost.estimate(method, call, machine).total
     for name, seconds in (("forward", forward), ("backward", both - forward)):
@@ -477,60 +455,58 @@ def free_memory(device: str) -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
+def run_provider(ranks: Ranks, make: Callable[[], Provider], clock: Clock, backward: bool) -> Json:
+    """One provider's result in a cell."""
+    provider = make()
+    method, _, layout = provider.name.partition(" ")
+    ours_too = method in cp.METHODS
+    if ours_too:
+        kernels = Kernels(ranks, layout.partition(", ")[0], method == "ulysses")
+        beside: Json = {"kernels_ms": kernels}
+    else:
+        beside = {"auto_ms": ours(ranks, "auto", "zigzag")}
+    result = measure(provider, clock, ranks.cell, backward, beside)
+    if ours_too:
+        add_model(result, method, ranks.cell, ranks.device)
+    return result
+
+
 def run_cell(ranks: Ranks, args: argparse.Namespace, end: float) -> Iterator[Json]:
     """Every provider's result in one cell, of those that begin before `end` on all ranks."""
-    cell, device = ranks.cell, ranks.device
-    clock = Clock(device, args.seconds)
+    cell = ranks.cell
+    clock = Clock(ranks.device, args.seconds)
     for name, make in providers(ranks, args):
         if clock.over(end):
             if ranks.rank == 0:
                 say(f"left out, no time: {name} and what comes after it, {cell.rows:,} rows")
             return
-        provider = None  # its inputs are memory that the next would be charged with
-        free_memory(device.type)
-        result: Json = {}
-        error = None
+        free_memory(ranks.device.type)
         try:
-            provider = make()
-            method, _, layout = provider.name.partition(" ")
-            if method in cp.METHODS:
-                layout = layout.partition(", ")[0]
-                kernels = Kernels(ranks, layout, method == "ulysses")
-                beside: Json = {"kernels_ms": kernels}
-            else:
-                beside = {"auto_ms": ours(ranks, "auto", "zigzag")}
-            result = measure(provider, clock, cell, args.backward, lambda b=beside: b)
-            if method in cp.METHODS:
-                add_model(result, method, cell, device)
+            result = run_provider(ranks, make, clock, args.backward)
         except Exception as wrong:  # a peer that is absent or cannot, on every rank
-            error = first_line(wrong)
-        if error is not None:
-            result = {"provider": name, "error": error}
-        keys = {"kind": cell.kind, "rows": cell.rows, "ranks": cell.ranks}
-        yield keys | asdict(cell.shape) | result
+            result = {"provider": name, "error": first_line(wrong)}
+        keys = asdict(cell)
+        del keys["documents"]
+        yield keys | result
 
 
 # ------------------------------------------------------------------------------------- processes
 def cells(args: argparse.Namespace, ranks: int, cpu: bool) -> Iterator[Cell]:
     """All that are asked for."""
-    shape = Shape(2 * ranks, ranks, 16) if cpu else Shape()
+    heads = (2 * ranks, ranks, 16) if cpu else ()
     lengths = (CPU_LENGTHS if cpu else LENGTHS) if args.lengths is None else args.lengths
     for rows in lengths:
-        yield Cell("causal", rows, ranks, shape)
+        yield Cell("causal", rows, ranks, *heads)
     if args.documents:
         rows = CPU_DOCUMENT_TOKENS if cpu else DOCUMENT_TOKENS
-        yield Cell("documents", rows, ranks, shape, heavy_tail(rows))
+        yield Cell("documents", rows, ranks, *heads, documents=heavy_tail(rows))
 
 
 def work(
-    args: argparse.Namespace, store: Callable[[list[Json]], object] = lambda found: None
+    args: argparse.Namespace, store: Callable[[Json], object] = lambda found: None
 ) -> list[Json]:
-    """This rank's part of everything, in a default group that exists.
-
-    Args:
-        args: what is asked for.
-        store: called on rank 0 after each result with all that there are.
-    """
+    """This rank's part of everything, in a default group that exists; `store` is called on rank 0
+    with each result."""
     cpu = args.device == "cpu"
     device = torch.device("cpu") if cpu else torch.device("cuda", torch.cuda.current_device())
     dtype = torch.float32 if cpu else torch.bfloat16
@@ -543,7 +519,7 @@ def work(
         for result in run_cell(Ranks(cell, device, dtype), args, end):
             found.append(result)
             if first:
-                store(found)
+                store(result)
     clock = Clock(device, args.seconds)
     for method in TRAINED if args.train else ():
         if clock.over(end):
@@ -552,7 +528,7 @@ def work(
             break
         found.append(training(method, args.device))
         if first:
-            store(found)
+            store(found[-1])
     return found
 
 
@@ -582,47 +558,14 @@ def failed(found: list[Json]) -> int:
     return int(any(name in ("auto", *cp.METHODS) for name in names))
 
 
-class Results:
-    """The results, each written as soon as it is there."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        device = torch.device(args.device)
-        self.recorder = Recorder("distributed", common.describe_setup(device), args)
-
-    def write(self, found: list[Json]) -> None:
-        """The last of those that there are."""
-        names = ("kind", "rows", "ranks", "provider", "heads_q", "heads_k", "dim", "layers",
-                 "heads", "kv_heads", "width")  # fmt: skip
-        cell = {name: found[-1][name] for name in names if name in found[-1]}
-        self.recorder.add(cell, {n: x for n, x in found[-1].items() if n not in names})
+IDENTITY = ("kind", "rows", "ranks", "provider", "heads_q", "heads_k", "dim", "layers", "heads",
+            "kv_heads", "width")  # fmt: skip
 
 
-def work_and_write(args: argparse.Namespace) -> int:
-    """`work`, with the results; then the group ends. 1 if a method of this package failed."""
-    if dist.get_rank() == 0:
-        results = Results(args)
-        found = work(args, results.write)
-        results.recorder.close()
-    else:
-        found = work(args)
-    dist.destroy_process_group()
-    return failed(found)
-
-
-def process(rank: int, ranks: int, port: int, args: argparse.Namespace) -> None:
-    """One of the processes that `main` starts."""
-    os.environ["LOCAL_WORLD_SIZE"] = str(ranks)
-    if args.device == "cuda":
-        torch.cuda.set_device(rank)
-    else:
-        torch.set_num_threads(1)
-    backend = "nccl" if args.device == "cuda" else "gloo"
-    dist.init_process_group(
-        backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks,
-        timeout=timedelta(seconds=args.timeout),
-    )  # fmt: skip
-    if failed := work_and_write(args):
-        sys.exit(failed)
+def store_in(recorder: Recorder, result: Json) -> None:
+    """Write a result."""
+    cell = {name: result[name] for name in IDENTITY if name in result}
+    recorder.add(cell, {name: x for name, x in result.items() if name not in IDENTITY})
 
 
 def parse(given: list[str] | None = None) -> argparse.Namespace:
@@ -649,21 +592,23 @@ def parse(given: list[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     """Run; the exit status is 1 if a method of this package failed."""
     args = parse()
-    if "RANK" in os.environ:  # torchrun
-        if args.device == "cuda":
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-        backend = "nccl" if args.device == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout))
-        return work_and_write(args)
-    ranks = args.ranks or (torch.cuda.device_count() if args.device == "cuda" else 2)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    try:
-        torch.multiprocessing.spawn(process, (ranks, port, args), ranks)
-    except torch.multiprocessing.ProcessExitedException as ended:
-        return ended.exit_code
-    return 0
+    cuda = args.device == "cuda"
+    if "RANK" not in os.environ:  # a process for each rank, this script again
+        ranks = args.ranks or (torch.cuda.device_count() if cuda else 2)
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        return subprocess.call([sys.executable, *torchrun, __file__, *sys.argv[1:]])
+    if cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=args.timeout))
+    if dist.get_rank() == 0:
+        setup = common.describe_setup(torch.device(args.device))
+        recorder = Recorder("distributed", setup, args)
+        found = work(args, partial(store_in, recorder))
+        recorder.close()
+    else:
+        found = work(args)
+    dist.destroy_process_group()
+    return failed(found)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,6 @@ import torch
 from common import Json
 from distributions import DISTRIBUTIONS
 from fp8_inputs import EMULATION, METHODS, OURS, PER_TENSOR, SCALE_ROWS, Quantized
-from results import Recorder
 from torch import Tensor
 
 import flash_ext
@@ -197,9 +196,8 @@ def main() -> int:
     parser = common.parser(__doc__)
     common.add_device(parser)
     args = parser.parse_args()
-    device = torch.device(args.device)
-    recorder = Recorder("fp8_errors", common.describe_setup(device), args)
-    for cell, result in measure(device):
+    recorder = common.begin("fp8_errors", args)
+    for cell, result in measure(recorder.device):
         recorder.add(cell, result)
     recorder.close()
     return 0

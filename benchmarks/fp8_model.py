@@ -14,12 +14,13 @@ import itertools
 import statistics
 import sys
 from collections.abc import Iterator
+from functools import partial
 
 import common
 import torch
 from common import Json
 from fp8_inputs import METHODS, PER_TENSOR
-from results import Recorder
+from providers import attempt
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -89,10 +90,8 @@ def measure(config: Config) -> tuple[Json, Json]:
     chunks = list(held_out(text[seen:], config))
     found: dict[str, Json] = {}
     for name, attention in ATTENTIONS.items():
-        try:
-            found[name] = {"loss": evaluate(training.model, attention, chunks, config)}
-        except Exception as error:
-            found[name] = {"skipped": common.first_line(error)}
+        loss, reason = attempt(partial(evaluate, training.model, attention, chunks, config))
+        found[name] = reason or {"loss": loss}
     base = found[BFLOAT16].get("loss")
     for result in found.values():
         if base and "loss" in result:
@@ -115,11 +114,9 @@ def main() -> int:
     parser = common.parser(__doc__)
     common.add_device(parser)
     args = parser.parse_args()
-    torch.manual_seed(0)
-    device = torch.device(args.device)
-    recorder = Recorder("fp8_model", common.describe_setup(device), args)
+    recorder = common.begin("fp8_model", args)
     failed = False
-    for config in GPU if device.type == "cuda" else CPU:
+    for config in GPU if recorder.device.type == "cuda" else CPU:
         line = recorder.add(*measure(config))
         failed |= any("skipped" in line["result"]["attentions"][name] for name in OURS)
     recorder.close()

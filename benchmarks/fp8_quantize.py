@@ -15,16 +15,15 @@ No call is timed before its first rows agree with the CPU kernels.
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import common
 import torch
 from common import Json
-from results import Recorder
 from timing import Timer
 from torch import Tensor
 
@@ -45,96 +44,73 @@ GPU_SHAPES = (
 CPU_SHAPES = ((1, 512, 2, 64),)
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A call of `flash_ext.fp8`."""
-
-    scales: str  # or "mean", which is token_mean
-    rotated: bool = False
-    smooth: bool = False
-    int8: bool = False
-
-    @property
-    def name(self) -> str:
-        """For tables."""
-        more = (("int8", self.int8), ("rotation", self.rotated), ("mean subtracted", self.smooth))
-        return ", ".join((self.scales, *(name for name, on in more if on)))
-
-    @property
-    def peer(self) -> str:
-        """What has the same bytes to move."""
-        return "sum" if self.scales == "mean" else "copy"
-
-    @property
-    def bytes_per_element(self) -> int:
-        """Of all passes."""
-        if self.scales == "mean":
-            return ELEMENT
-        return (ELEMENT if self.scales == "block" else 2 * ELEMENT) + 1
+# A method's name, and what `flash_ext.fp8.quantize` gets; "mean" is token_mean.
+KINDS: dict[str, Json] = {
+    "block": {},
+    "block, rotation": {"signs": True},
+    "block, rotation, mean subtracted": {"signs": True, "mean": True},
+    "block, int8, rotation": {"signs": True, "dtype": torch.int8},
+    "block, int8, rotation, mean subtracted": {"signs": True, "mean": True, "dtype": torch.int8},
+    "channel": {},
+    "head": {},
+    "tensor": {},
+    "tensor, rotation": {"signs": True},
+    "mean": {},
+}
 
 
-KINDS = (
-    Kind("block"),
-    Kind("block", rotated=True),
-    Kind("block", rotated=True, smooth=True),
-    Kind("block", rotated=True, int8=True),
-    Kind("block", rotated=True, smooth=True, int8=True),
-    Kind("channel"),
-    Kind("head"),
-    Kind("tensor"),
-    Kind("tensor", rotated=True),
-    Kind("mean"),
-)
+def bytes_per_element(method: str) -> int:
+    """Of all passes."""
+    if method == "mean":
+        return ELEMENT
+    return (ELEMENT if method.startswith("block") else 2 * ELEMENT) + 1
 
 
-def call_of(kind: Kind, x: Tensor) -> Callable[[], Any]:
+def call_of(method: str, x: Tensor) -> Callable[[], Any]:
     """What is timed."""
-    if kind.scales == "mean":
+    if method == "mean":
         return lambda: fp8.token_mean(x)
-    options: dict[str, Any] = {"scales": kind.scales}
-    if kind.int8:
-        options["dtype"] = torch.int8
-    if kind.rotated:
+    options = {"scales": method.partition(",")[0]} | KINDS[method]
+    if "signs" in options:
         generator = torch.Generator().manual_seed(0)
         options["signs"] = fp8.random_signs(x.shape[-1], generator=generator).to(x.device)
-    if kind.smooth:
+    if "mean" in options:
         options["mean"] = fp8.token_mean(x)
     return lambda: fp8.quantize(x, **options)
 
 
-def check(kind: Kind, x: Tensor) -> None:
+def check(method: str, x: Tensor) -> None:
     """Compare with the CPU kernels on a few rows; raises where results differ."""
     few = x[:1, :CHECKED, :2].contiguous()
-    (got, want) = (call_of(kind, y)() for y in (few, few.cpu()))
-    if kind.scales == "mean":
+    (got, want) = (call_of(method, y)() for y in (few, few.cpu()))
+    if method == "mean":
         torch.testing.assert_close(got.cpu(), want, rtol=1e-4, atol=1e-4)
         return
-    if kind.smooth:  # the means differ by rounding
+    if "mean" in KINDS[method]:  # the means differ by rounding
         torch.testing.assert_close(got[1].cpu(), want[1], rtol=1e-4, atol=0)
         return
     for a, b in zip(got, want, strict=True):
         if not torch.equal(a.cpu().float(), b.float()):
-            raise RuntimeError(f"{kind.name}: the result is not that of the CPU kernels")
+            raise RuntimeError(f"{method}: the result is not that of the CPU kernels")
 
 
-def measure(kind: Kind, shape: tuple[int, ...], timer: Timer, min_time: float) -> Json:
+def measure(method: str, shape: tuple[int, ...], timer: Timer, min_time: float) -> Json:
     """The call and its peer, in turns."""
     x = torch.randn(shape, dtype=torch.bfloat16, device=timer.device)
-    check(kind, x)
-    size = math.prod(shape) * kind.bytes_per_element
+    check(method, x)
+    size = math.prod(shape) * bytes_per_element(method)
     source, target = (
         torch.empty(size // 2, dtype=torch.uint8, device=timer.device) for _ in range(2)
     )
     peers = {"copy": lambda: target.copy_(source), "sum": lambda: x.view(-1).sum()}
-    calls = {"call": call_of(kind, x), "peer": peers[kind.peer]}
-    estimates = {name: timer.estimate(call) for name, call in calls.items()}
-    samples = timer.compare(calls, estimates, min_time)
-    summaries = {name: s.summary() for name, s in samples.items()}
-    ms, peer_ms = (float(summaries[name]["ms"]) for name in calls)
+    peer = "sum" if method == "mean" else "copy"  # what has the same bytes to move
+    calls = {"call": call_of(method, x), "peer": peers[peer]}
+    times = timer.timed(calls, min_time)
+    ms, peer_ms = (float(times[name]["ms"]) for name in calls)
     return {
         "bytes": size,
-        **summaries["call"],
-        "peer": kind.peer,
+        **times["call"],
+        "peer": peer,
         "peer_ms": peer_ms,
         "gbps": round(size / ms * 1e-6, 1),
         "peer_gbps": round(size / peer_ms * 1e-6, 1),
@@ -148,17 +124,14 @@ def main() -> int:
     common.add_device(parser)
     parser.add_argument("--min-time", type=float, default=0.05, help="seconds for each call")
     args = parser.parse_args()
-    device = torch.device(args.device)
-    torch.manual_seed(0)
-    timer = Timer(device)
-    recorder = Recorder("fp8_quantize", common.describe_setup(device), args)
-    for shape in GPU_SHAPES if device.type == "cuda" else CPU_SHAPES:
-        for kind in KINDS:
-            cell = dict(zip(("batch", "seqlen", "heads", "d"), shape, strict=True))
-            recorder.add({"method": kind.name} | cell, measure(kind, shape, timer, args.min_time))
+    recorder = common.begin("fp8_quantize", args)
+    timer, cuda = Timer(recorder.device), recorder.device.type == "cuda"
+    for shape, method in itertools.product(GPU_SHAPES if cuda else CPU_SHAPES, KINDS):
+        cell = dict(zip(("batch", "seqlen", "heads", "d"), shape, strict=True))
+        recorder.add({"method": method} | cell, measure(method, shape, timer, args.min_time))
     recorder.close()
     slow = sum(line["result"]["ratio"] < LIMIT for line in recorder.lines)
-    if device.type == "cuda" and slow:
+    if cuda and slow:
         print(f"{slow} of {len(recorder.lines)} run at less than {LIMIT:.0%} of their peer's speed")
         return 1
     return 0

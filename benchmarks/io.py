@@ -296,33 +296,25 @@ def timed(asked: list[Case], device: torch.device) -> list[Json]:
     for case in asked:
         groups.setdefault((case.direction, case.seqlen, case.d, case.heads), []).append(case)
     for group in groups.values():
-        calls = {case.method: prepared(case) for case in group}
-        estimates = {name: timer.estimate(call) for name, call in calls.items()}
-        samples = timer.compare(calls, estimates, 0.02, None)
-        for case in group:
-            ms = samples[case.method].summary()["ms"]
+        for case, times in timer.timed({case: prepared(case) for case in group}, 0.02).items():
+            ms = times["ms"]
             flops = Cell("bf16", case.d, False, case.seqlen, 1, case.heads, case.direction).flops()
             results[case] = {"ms": ms, "tflops": round(flops / ms * 1e-9, 2)}
-        del calls
         torch.cuda.empty_cache()
     return [results[case] for case in asked]
 
 
 def ceilings(device: torch.device) -> dict[str, float]:
     """What this GPU reaches: bf16 matmul in TFLOP/s, and a copy's bytes in TB/s."""
-    timer = Timer(device)
     a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device=device) for _ in range(2))
     source = torch.empty(1 << 30, dtype=torch.int8, device=device)
     target = torch.empty_like(source)
-    calls: dict[str, Callable[[], object]] = {
-        "matmul": lambda: a @ b,
-        "copy": lambda: target.copy_(source),
-    }
-    samples = timer.compare(calls, {n: timer.estimate(c) for n, c in calls.items()}, 0.05)
-    ms = {name: float(s.summary()["ms"]) for name, s in samples.items()}
+    times = Timer(device).timed(
+        {"matmul": lambda: a @ b, "copy": lambda: target.copy_(source)}, 0.05
+    )
     return {
-        "matmul_tflops": round(2 * 8192**3 / ms["matmul"] * 1e-9, 1),
-        "copy_tbps": round(2 * source.numel() / ms["copy"] * 1e-9, 3),
+        "matmul_tflops": round(2 * 8192**3 / times["matmul"]["ms"] * 1e-9, 1),
+        "copy_tbps": round(2 * source.numel() / times["copy"]["ms"] * 1e-9, 3),
     }
 
 
@@ -345,12 +337,11 @@ def main() -> int:
         return 0
     if not torch.cuda.is_available():
         raise SystemExit("io.py counts a GPU's bytes, and there is none here")
-    device = torch.device("cuda")
-    torch.manual_seed(0)
+    recorder = common.begin("io", args)
+    device = recorder.device
     properties = torch.cuda.get_device_properties(device)
     wanted = cases(args.s, ["standard", *running(device)])
     asked = [case for case in wanted if runs(case, properties.total_memory)]
-    recorder = results.Recorder("io", common.describe_setup(device), args)
     limits = {"l2_bytes": properties.L2_cache_size} | ceilings(device)
     times = timed(asked, device)
     try:

@@ -22,8 +22,7 @@ from typing import NamedTuple
 import common
 import torch
 from common import Json
-from providers import Provider, Refused, Workload, collect, command_line, running
-from results import Recorder
+from providers import Provider, Workload, attempt, collect, command_line, running
 
 EXPONENT_LIMIT = 1.1
 PEERS_ASKED = ("flash", "cudnn", "efficient", "standard")
@@ -77,23 +76,25 @@ def measure(
             ends["slow"] = f"S = {seqlen}: a call would take about {expected:,.1f} s"
             break
         work = Workload((1, seqlen, args.heads, args.d), dtype, device)
-        try:
+
+        def peak(work: Workload = work) -> tuple[int, float]:
             call = prepare(work, provider, direction, args.causal)
             call()  # the first call may set up what stays, such as a library's workspace
             gc.collect()
             started = time.perf_counter()
-            points[seqlen] = common.peak_extra_memory(call, device)
-            seconds = time.perf_counter() - started
-        except Refused as refused:
-            ends["refused"] = str(refused)
+            size = common.peak_extra_memory(call, device)
+            return size, time.perf_counter() - started
+
+        found, reason = attempt(peak)
+        del work, peak
+        common.free_memory(device)
+        if found is None:
+            refused = "refused" in reason
+            ends["refused" if refused else "stopped"] = (
+                reason["skipped"] if refused else f"S = {seqlen}: {reason['skipped']}"
+            )
             break
-        except Exception as error:
-            ends["stopped"] = f"S = {seqlen}: {common.first_line(error)}"
-            break
-        finally:
-            call = None
-            del work
-            common.free_memory(device)
+        points[seqlen], seconds = found
     growth = fit(points)._asdict() if len(points) > 1 else {}
     return {"bytes": points, **growth, **ends}
 
@@ -120,12 +121,11 @@ def is_linear(result: Json) -> bool:
 def main() -> int:
     """Run; the exit status is 1 if a variant's memory was not measured to grow linearly."""
     args = parse()
-    device = torch.device(args.device)
+    recorder = common.begin("memory", args)
+    device = recorder.device
     lengths = range(10, 18) if device.type == "cuda" else range(6, 13)  # 2^17 = 128k
     seqlens = sorted(args.s or [1 << n for n in lengths])
     providers, missing = collect(args.variants or running(device), args.peers)
-    torch.manual_seed(0)
-    recorder = Recorder("memory", common.describe_setup(device), args)
     jobs = [(provider, direction) for provider in providers for direction in DIRECTIONS]
     not_linear = []
     for provider, direction in common.progress(jobs, len(jobs), "memory"):
@@ -134,9 +134,7 @@ def main() -> int:
         recorder.add(cell | {n: getattr(args, n) for n in ("heads", "d", "causal")}, result)
         if provider.ours and not is_linear(result):
             not_linear.append(f"{provider.name} {direction}")
-    for name, reason in missing.items():
-        print(f"  not importable: {name}: {reason}")
-    recorder.close()
+    recorder.close(missing)
     if not_linear:
         print(f"NOT LINEAR (exponent {EXPONENT_LIMIT} or more, or stopped): {not_linear}")
     return 1 if not_linear else 0

@@ -16,20 +16,18 @@ growing size: naive, safe (three passes) and online (one pass over blocks, as in
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import sys
-import warnings
 from collections.abc import Callable
+from functools import partial
 
 import common
 import torch
 from cells import DTYPES
 from common import Json
 from distributions import DISTRIBUTIONS
-from providers import Provider, Refused, Workload, collect, command_line, running
-from results import Recorder
+from providers import Provider, Workload, attempt, collect, command_line, running
 from torch import Tensor
 
 import flash_ext.reference
@@ -110,28 +108,19 @@ def error(got: Tensor, want: Tensor) -> dict[str, float]:
     return result if share == 1 else result | {"finite": round(share, 6)}
 
 
-def cell(
-    work: Workload, providers: list[Provider], causal: bool
-) -> dict[str, dict[str, dict[str, float]] | Json]:
+def cell(work: Workload, providers: list[Provider], causal: bool) -> Json:
     """The errors of every provider's out and gradients, or why there are none."""
     wanted = exact(work, causal)
-    results: Json = {}
-    for provider in providers:
-        try:
-            out = work.forward(provider, causal)()
-            with provider.around():
-                grads = [provider.view(x) for x in work.step(provider, causal)()]
-        except Refused as refused:
-            results[provider.name] = {"skipped": str(refused), "refused": True}
-            continue
-        except Exception as failure:  # a peer's failure must not end the run
-            results[provider.name] = {"skipped": common.first_line(failure)}
-            continue
-        results[provider.name] = {
-            name: error(x, want)
-            for name, x, want in zip(TENSORS, (out, *grads), wanted, strict=True)
-        }
-    return results
+
+    def errors(provider: Provider) -> Json:
+        out = work.forward(provider, causal)()
+        with provider.around():
+            grads = [provider.view(x) for x in work.step(provider, causal)()]
+        found = zip(TENSORS, (out, *grads), wanted, strict=True)
+        return {name: error(x, want) for name, x, want in found}
+
+    results = {provider.name: attempt(partial(errors, provider)) for provider in providers}
+    return {name: found or reason for name, (found, reason) in results.items()}
 
 
 def softmax(scale: float, device: torch.device) -> Json:
@@ -167,28 +156,21 @@ def place(c: Json) -> str:
     return f"{c['dtype']} S {c['seqlen']} {'causal' if c['causal'] else 'full'} {c['distribution']}"
 
 
-def parse() -> argparse.Namespace:
-    """The command line."""
+def main() -> int:
+    """Run; the exit status is 1 if a variant was too wrong somewhere."""
     parser = command_line(__doc__, PEERS_ASKED)
     add = parser.add_argument
     add("--dtypes", nargs="*", choices=list(DTYPES), help="default: fp16 and bf16; CPU: fp32")
     add("--s", nargs="*", type=int, help=f"sequence lengths, default {SEQLENS}")
     add("--d", type=int, default=128, help="head dim")
     add("--heads", type=int, default=4)
-    return parser.parse_args()
-
-
-def main() -> int:
-    """Run; the exit status is 1 if a variant was too wrong somewhere."""
-    args = parse()
-    warnings.filterwarnings("ignore")  # SDPA explains there what it then raises
-    device = torch.device(args.device)
+    args = parser.parse_args()
+    recorder = common.begin("numerics", args)
+    device = recorder.device
     cpu = device.type == "cpu"
-    torch.manual_seed(0)
     variants = args.variants or running(device)
     providers, missing = collect(variants, [] if cpu else args.peers)
     providers += [standard(), naive()]
-    recorder = Recorder("numerics", common.describe_setup(device), args)
     grid = list(
         itertools.product(
             args.dtypes or (["fp32"] if cpu else ["fp16", "bf16"]),
@@ -207,9 +189,7 @@ def main() -> int:
         cells.append(shape | found)
     for scale in SOFTMAX_SCALES:
         recorder.add({"softmax": True, "scale": scale}, softmax(scale, device))
-    for name, reason in missing.items():
-        print(f"  not importable: {name}: {reason}")
-    recorder.close()
+    recorder.close(missing)
     wrong = too_wrong(cells, variants)
     for line in wrong:
         print(f"TOO WRONG: {line}")

@@ -1,6 +1,6 @@
-"""What each option costs, a mix of sequence lengths, and gradients that repeat bit by bit.
+"""What each option costs, and packed sequences of mixed lengths.
 
-    python benchmarks/options.py                 # all tables, about a minute on an H200
+    python benchmarks/options.py                 # both tables, under a minute on an H200
     python benchmarks/options.py --only mix
     python benchmarks/options.py --device cpu    # a smoke test
 
@@ -12,44 +12,32 @@ Second table: packed self-attention over sequences of a long-tailed mix of lengt
 drawn, ascending and descending, beside a dense call of about equal FLOPs and torch's varlen_attn.
 FLOPs are 4 H d sum(len^2), halved when causal, times 2.5 for backward.
 
-Third table: the backward call of the first table's plain one, as usual and deterministic, of
-flash_ext's variants and of SDPA's backends under torch.use_deterministic_algorithms.
-
 No call is timed before its first heads agree with float32 standard attention.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import itertools
 import math
 import random
 import sys
-import time
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import common
 import torch
-from calls import Attend, Call, backward, forward
-from common import Json, say
-from providers import (
-    Provider,
-    collect,
-    relative_error,
-    running,
-    wrong,
-)
-from results import Recorder
+from common import Json
+from providers import attempt, check, refusal, running
 from timing import Timer
 from torch import Tensor
 
-TABLES = ("options", "mix", "deterministic")  # each a method of Bench
+import flash_ext
+import flash_ext.reference
+
+TABLES = ("options", "mix")  # each a method of Bench
 PLAIN = "plain"
 SEED = 55  # of the lengths: 16 sequences, so 1k in the mean, and the longest is 8192
 # (variant, direction) of the first table; fa1's backward would take as long as all the others. The
@@ -60,9 +48,6 @@ MEASURED = (
     ("fa1", "forward"),
 )
 MIXED = MEASURED[:4]
-NOTHING: Mapping[str, Any] = {}
-REPEATS = " deterministic"
-REPEATING = ("fa3", "fa2"), ("flash", "cudnn")  # variants and peers of the third table
 OPTIONS = {  # in words
     PLAIN: "no option beside causal",
     "window": "each query sees a quarter of S keys at most",
@@ -103,6 +88,98 @@ GPU = Sizes(4, 4096, 16, (64, 128), 16384, 8192, 2048, 128, torch.bfloat16)
 CPU = Sizes(1, 64, 4, (64, 128), 256, 128, 128, 16, torch.float32)
 
 
+@dataclass(frozen=True)
+class Call:
+    """The arguments of flash_ext.attention, or of attention_varlen if there is a cu_seqlens_q.
+
+    A tensor option that requires a gradient gets one, as q, k and v do backward.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    options: Json = field(default_factory=dict)
+    through_lse: bool = False  # the loss uses lse too
+
+    def attend(self, module: Any, **more: Any) -> tuple[Tensor, Tensor]:
+        """(out, lse) of flash_ext or of its reference."""
+        packed = "cu_seqlens_q" in self.options
+        function = module.attention_varlen if packed else module.attention
+        return function(self.q, self.k, self.v, **self.options, **more)
+
+    def first_heads(self) -> Call:
+        """The query heads of the first key head in float32, and of a dense call only the first
+        batch entry: this part can be checked exactly without the memory for the rest."""
+        group = self.q.shape[-2] // self.k.shape[-2]
+        dense = self.q.dim() == 4
+
+        def part(name: str, x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            found = x[:1] if dense and name in ("q", "k", "v", "bias", "seqused_k") else x
+            if name in ("q", "k", "v"):
+                found = found[..., : group if name == "q" else 1, :]
+            elif name == "bias":
+                found = found[:, :group]
+            elif name in ("sink", "alibi_slopes"):
+                found = found[..., :group]
+            if not found.is_floating_point():
+                return found
+            return found.detach().float().requires_grad_(x.requires_grad)
+
+        kept = {n: part(n, x) for n, x in self.options.items() if n != "deterministic"}
+        q, k, v = (part(name, getattr(self, name)) for name in ("q", "k", "v"))
+        return replace(self, q=q, k=k, v=v, options=kept)
+
+
+Attend = Callable[[Call], tuple[Tensor, Any]]  # -> out, lse
+
+
+def ours(variant: str) -> Attend:
+    """A variant of flash_ext."""
+    return lambda call: call.attend(flash_ext, variant=variant, return_lse=True)
+
+
+def exact(call: Call) -> tuple[Tensor, Tensor]:
+    """Standard attention in the inputs' type."""
+    return call.attend(flash_ext.reference)
+
+
+def varlen_attn(longest: int) -> Attend:
+    """torch.nn.attention.varlen.varlen_attn; an ImportError in a call where this torch lacks it."""
+
+    def attend(call: Call) -> tuple[Tensor, None]:
+        from torch.nn.attention.varlen import varlen_attn as function
+
+        causal, cu = call.options["causal"], call.options["cu_seqlens_q"]
+        by_window = "window_size" in inspect.signature(function).parameters
+        mask = {"window_size": (-1, 0 if causal else -1)} if by_window else {"is_causal": causal}
+        return function(call.q, call.k, call.v, cu, cu, longest, longest, **mask), None
+
+    return attend
+
+
+def forward(call: Call, attend: Attend) -> Callable[[], tuple[Tensor, ...]]:
+    """The forward call to be timed, without gradients; it returns out."""
+
+    def run() -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            return attend(call)[:1]
+
+    return run
+
+
+def backward(
+    call: Call, attend: Attend, dout: Tensor, dlse: Tensor
+) -> Callable[[], tuple[Tensor, ...]]:
+    """The backward call to be timed, on a graph built here; it returns dq, dk and dv first."""
+    leaves = [x.detach().requires_grad_() for x in (call.q, call.k, call.v)]
+    out, lse = attend(replace(call, q=leaves[0], k=leaves[1], v=leaves[2]))
+    leaves += [x for x in call.options.values() if isinstance(x, Tensor) and x.requires_grad]
+    outputs, grads = ((out, lse), (dout, dlse)) if call.through_lse else ((out,), (dout,))
+    return lambda: torch.autograd.grad(outputs, leaves, grads, retain_graph=True)
+
+
 def option_calls(sizes: Sizes, d: int, causal: bool, device: torch.device) -> dict[str, Call]:
     """The plain call, and for each of ``OPTIONS`` the same call with it."""
     batch, seqlen, heads = sizes.batch, sizes.seqlen, sizes.heads
@@ -123,7 +200,6 @@ def option_calls(sizes: Sizes, d: int, causal: bool, device: torch.device) -> di
         for _ in range(3)
     )
     slopes = torch.tensor([2 ** (-8 * (h + 1) / heads) for h in range(heads)], device=device)
-    state = torch.tensor([1, 2], device=device)
     return {
         PLAIN: plain,
         "window": option(window=(width - 1, 0) if causal else (width // 2, width // 2 - 1)),
@@ -134,7 +210,7 @@ def option_calls(sizes: Sizes, d: int, causal: bool, device: torch.device) -> di
         "gradient of bias": option(bias=bias.detach().requires_grad_()),
         "bool mask": option(bias=torch.rand(batch, 1, seqlen, seqlen, device=device) < 0.9),
         "sink": option(sink=torch.zeros(heads, device=device).requires_grad_()),
-        "dropout": option(dropout_p=0.1, rng_state=state),
+        "dropout": option(dropout_p=0.1, rng_state=torch.tensor([1, 2], device=device)),
         "seqused_k": option(seqused_k=integers([seqlen] * batch)),
         "varlen": replace(packed, q=q.flatten(0, 1), k=k.flatten(0, 1), v=v.flatten(0, 1)),
         "unaligned rows": Call(*unaligned, plain.options),
@@ -156,131 +232,45 @@ def draw_lengths(tokens: int, longest: int, seed: int = SEED) -> list[int]:
 
 def dense_seqlen(lengths: list[int], batch: int, rounding: int) -> int:
     """S of a dense call with ``batch`` sequences and about the FLOPs of these lengths."""
-    exact = math.sqrt(sum(n * n for n in lengths) / batch)
-    return max(rounding, round(exact / rounding) * rounding)
-
-
-def varlen_attn(longest: int) -> Attend:
-    """torch.nn.attention.varlen.varlen_attn; ImportError where this torch lacks it."""
-    from torch.nn.attention.varlen import varlen_attn as function
-
-    by_window = "window_size" in inspect.signature(function).parameters
-
-    def attend(call: Call) -> tuple[Tensor, None]:
-        causal, cu = call.options["causal"], call.options["cu_seqlens_q"]
-        mask = {"window_size": (-1, 0 if causal else -1)} if by_window else {"is_causal": causal}
-        return function(call.q, call.k, call.v, cu, cu, longest, longest, **mask), None
-
-    return attend
-
-
-@contextlib.contextmanager
-def peer_context(provider: Provider, repeats: bool) -> Iterator[None]:
-    """A provider's own, and torch's switch without its filling of new tensors, which takes time."""
-    fills = torch.utils.deterministic.fill_uninitialized_memory
-    torch.utils.deterministic.fill_uninitialized_memory = False
-    torch.use_deterministic_algorithms(repeats)
-    try:
-        with provider.around():
-            yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-        torch.utils.deterministic.fill_uninitialized_memory = fills
-
-
-def peer(provider: Provider) -> Attend:
-    """A provider that knows no options."""
-
-    def attend(call: Call) -> tuple[Tensor, None]:
-        q, k, v = (provider.view(x) for x in (call.q, call.k, call.v))
-        return provider.view(provider.attend(q, k, v, call.options["causal"])), None
-
-    return attend
-
-
-def ours(variant: str) -> Attend:
-    """A variant of flash_ext."""
-    return lambda call: call.attend(variant)
-
-
-def context_of_calls(
-    context: Callable[[], AbstractContextManager[object]], run: Callable[[], object]
-) -> Callable[[], object]:
-    """The same call, each time in a new context."""
-
-    def inside() -> object:
-        with context():
-            return run()
-
-    return run if context is contextlib.nullcontext else inside
+    same = math.sqrt(sum(n * n for n in lengths) / batch)
+    return max(rounding, round(same / rounding) * rounding)
 
 
 class Bench:
     """Checks and times calls on one device."""
 
     def __init__(self, device: torch.device, rounds: int) -> None:
-        self.device = device
-        self.rounds = rounds
+        self.device, self.rounds = device, rounds
         self.timer = Timer(device)
 
-    def times(
-        self,
-        calls: dict[str, tuple[Call, Callable[[], Attend]]],
-        direction: str,
-        around: Mapping[str, Callable[[], AbstractContextManager[object]]] = NOTHING,
-    ) -> dict[str, Json]:
-        """The time of every call, taken in turns, or why there is none; ``around`` is by name."""
+    def times(self, calls: dict[str, tuple[Call, Attend]], direction: str) -> dict[str, Json]:
+        """The time of every call, taken in turns, or why there is none."""
         ready: dict[str, Callable[[], object]] = {}
-        estimates: dict[str, tuple[float, float]] = {}
         results: dict[str, Json] = {}
         for name, (call, attend) in calls.items():
-            try:
-                context = around.get(name, contextlib.nullcontext)
-                with context():
-                    run, error, block = self.prepare(call, attend(), direction)
-                run = context_of_calls(context, run)
-                if bad := wrong(error, block):
-                    say(f"!!! {name}, {direction}: {bad['skipped']} !!!")
-                    results[name] = bad
-                    continue
-                estimates[name] = self.timer.estimate(run)
-            except Exception as failure:  # one option's failure must not end the run
-                results[name] = {"skipped": common.first_line(failure)}
-                continue
-            ready[name] = run
-            results[name] = {}
-        if ready:
-            for name, samples in self.timer.compare(ready, estimates, 0, self.rounds).items():
-                results[name] = samples.summary()
-        return results
+            run, results[name] = attempt(functools.partial(self.prepare, call, attend, direction))
+            if run is not None:
+                ready[name] = run
+        return results | self.timer.timed(ready, 0, self.rounds)
 
-    def prepare(
-        self, call: Call, attend: Attend, direction: str
-    ) -> tuple[Callable[[], object], float, float]:
-        """What to time, and the relative errors of its first heads."""
-        shape = (*call.q.shape[:-1], call.v.shape[-1])
-        dout = torch.randn(shape, dtype=call.q.dtype, device=self.device)
-        exact = call.first_heads().to(torch.float32)
-        rows, group = exact.q.shape[0], exact.q.shape[-2]
+    def prepare(self, call: Call, attend: Attend, direction: str) -> Callable[[], object]:
+        """What to time, once its first heads are right."""
+        part = call.first_heads()
         if direction == "forward":
-            run: Callable[[], object] = forward(call, attend)
-            pairs = [(run()[:rows, ..., :group, :], forward(exact, Call.exact)())]
+            run, want = forward(call, attend), forward(part, exact)()
         else:
-            dlse = None
-            if call.through_lse:
-                dlse = torch.randn(call.q.shape[:-1], device=self.device).transpose(-1, -2)
+            shape = (*call.q.shape[:-1], call.v.shape[-1])
+            dout = torch.randn(shape, dtype=call.q.dtype, device=self.device)
+            dlse = torch.randn(call.q.shape[:-1], device=self.device).transpose(-1, -2)
+            rows, group = part.q.shape[0], part.q.shape[-2]
             run = backward(call, attend, dout, dlse)
-            want = backward(
-                exact, Call.exact, dout[:rows, ..., :group, :].float(),
-                None if dlse is None else dlse[:rows, :group],
-            )()  # fmt: skip
-            got = run()
-            pairs = [(got[n][:rows, ..., : want[n].shape[-2], :], want[n])
-                     for n in ("dq", "dk", "dv")]  # fmt: skip
+            few = dout[:rows, ..., :group, :].float()
+            want = backward(part, exact, few, dlse[:rows, :group])()[:3]
+        pairs = [(x[: y.shape[0], ..., : y.shape[-2], :], y)
+                 for x, y in zip(run(), want, strict=False)]  # fmt: skip
         # Packed tensors stand for a batch of one.
-        pairs = [tuple(x if x.dim() == 4 else x[None] for x in pair) for pair in pairs]
-        errors = [relative_error(*pair) for pair in pairs]
-        return run, max(e[0] for e in errors), max(e[1] for e in errors)
+        check((x if x.dim() == 4 else x[None], y if y.dim() == 4 else y[None]) for x, y in pairs)
+        return run
 
     def those_that_run(self, kinds: Iterable[tuple[str, str]], d: int) -> list[tuple[str, str]]:
         """The (variant, direction) pairs that run on this device with this head dim."""
@@ -291,30 +281,22 @@ class Bench:
         """The first table's cells of one head dim and mask."""
         calls = option_calls(sizes, d, causal, self.device)
         for variant, direction in self.those_that_run(MEASURED, d):
-            asked = {
-                name: call
-                for name, call in calls.items()
-                if direction == "backward" or name not in BACKWARD_ONLY
-            }
-            refusals = {
-                name: call.refusal(variant, direction != "forward") for name, call in asked.items()
-            }
-            chosen = {
-                name: (call, functools.partial(ours, variant))
-                for name, call in asked.items()
-                if refusals[name] is None
-            }
+            chosen, refused = {}, {}
+            for name, call in calls.items():
+                if direction == "forward" and name in BACKWARD_ONLY:
+                    continue
+                inputs = call.q, call.k, call.v
+                if reason := refusal(variant, *inputs, direction != "forward", **call.options):
+                    refused[name] = {"skipped": reason, "refused": True}
+                else:
+                    chosen[name] = call, ours(variant)
             results = self.times(chosen, direction)
-            results |= {n: {"skipped": r, "refused": True} for n, r in refusals.items() if r}
             plain = results[PLAIN]
-            for result in results.values():
-                if "ms" in plain and "ms" in result:
-                    result["ratio"] = round(result["ms"] / plain["ms"], 4)
-                    result["ratio_range"] = [
-                        round(result["q1_ms"] / plain["q3_ms"], 4),
-                        round(result["q3_ms"] / plain["q1_ms"], 4),
-                    ]
-            yield {"variant": variant, "direction": direction}, results
+            for result in (r for r in results.values() if "ms" in r and "ms" in plain):
+                result["ratio"] = round(result["ms"] / plain["ms"], 4)
+                edges = (result["q1_ms"] / plain["q3_ms"], result["q3_ms"] / plain["q1_ms"])
+                result["ratio_range"] = [round(x, 4) for x in edges]
+            yield {"variant": variant, "direction": direction}, results | refused
 
     def mix(self, sizes: Sizes, d: int, causal: bool) -> Iterator[tuple[Json, Json]]:
         """The second table's cells of one head dim and mask."""
@@ -331,13 +313,13 @@ class Bench:
 
         dense = Call(*(normal(batch, seqlen, heads, d) for _ in range(3)), {"causal": causal})
         for variant, direction in self.those_that_run(MIXED, d):
-            attend = functools.partial(ours, variant)
+            attend = ours(variant)
             calls = {
                 "dense": (dense, attend),
                 "as drawn": (packed(drawn), attend),
                 "ascending": (packed(sorted(drawn)), attend),
                 "descending": (packed(sorted(drawn, reverse=True)), attend),
-                "varlen_attn": (packed(drawn), functools.partial(varlen_attn, max(drawn))),
+                "varlen_attn": (packed(drawn), varlen_attn(max(drawn))),
             }
             results = self.times(calls, direction)
             factor = 4 * heads * d * (0.5 if causal else 1) * (2.5 if direction != "forward" else 1)
@@ -346,39 +328,9 @@ class Bench:
                     squares = batch * seqlen**2 if name == "dense" else sum(n * n for n in drawn)
                     result["tflops"] = round(factor * squares / result["ms"] * 1e-9, 4)
             speed = results["dense"].get("tflops")
-            for result in results.values():
-                if speed and "tflops" in result:
-                    result["over_dense"] = round(result["tflops"] / speed, 4)
+            for result in (r for r in results.values() if speed and "tflops" in r):
+                result["over_dense"] = round(result["tflops"] / speed, 4)
             yield {"variant": variant, "direction": direction, "heads": heads}, results
-
-    def deterministic(self, sizes: Sizes, d: int, causal: bool) -> Iterator[tuple[Json, Json]]:
-        """The third table's cell of one head dim and mask."""
-        normal = functools.partial(torch.randn, dtype=sizes.dtype, device=self.device)
-        shape = (sizes.batch, sizes.seqlen, sizes.heads, d)
-        call = Call(*(normal(shape) for _ in range(3)), {"causal": causal})
-        variants, peers = REPEATING
-        known = running(self.device, d, gradients=True)
-        asked = [v for v in variants if v in known]
-        providers, _ = collect(asked, list(peers) if self.device.type == "cuda" else [])
-        calls: dict[str, tuple[Call, Callable[[], Attend]]] = {}
-        around = {}
-        for provider, repeats in itertools.product(providers, (False, True)):
-            name = f"{provider.name}{REPEATS * repeats}"
-            if provider.ours:
-                options = call.options | {"deterministic": repeats}
-                calls[name] = replace(call, options=options), functools.partial(ours, provider.name)
-            else:
-                calls[name] = call, functools.partial(peer, provider)
-                around[name] = functools.partial(peer_context, provider, repeats)
-        results = self.times(calls, "backward", around)
-        factor = 10 * math.prod(shape) * sizes.seqlen * (0.5 if causal else 1)
-        for name, result in results.items():
-            if "ms" in result:
-                result["tflops"] = round(factor / result["ms"] * 1e-9, 4)
-                usual = results[name.removesuffix(REPEATS)]
-                if name.endswith(REPEATS) and "ms" in usual:
-                    result["ratio"] = round(result["ms"] / usual["ms"], 4)
-        yield {"direction": "backward"}, results
 
 
 def size_of(table: str, sizes: Sizes) -> Json:
@@ -396,42 +348,31 @@ def size_of(table: str, sizes: Sizes) -> Json:
 
 def failed(results: Json) -> bool:
     """Whether a call of flash_ext was wrong or failed."""
-    peers = "varlen_attn", *REPEATING[1]
-    return any("skipped" in r and "refused" not in r and n.removesuffix(REPEATS) not in peers
-               for n, r in results.items())  # fmt: skip
+    return any("skipped" in r and "refused" not in r and name != "varlen_attn"
+               for name, r in results.items())  # fmt: skip
 
 
 def main() -> int:
-    """Run; the exit status is 1 if a call of flash_ext was wrong or failed, or time was short."""
+    """Run; the exit status is 1 if a call of flash_ext was wrong or failed."""
     parser = common.parser(__doc__)
     add = parser.add_argument
     common.add_device(parser)
     add("--only", choices=TABLES, help="one of the tables")
     add("--d", nargs="*", type=int, help="head dims, default 64 and 128")
     add("--rounds", type=int, default=15, help="calls of each kind")
-    add("--budget", type=float, default=90, help="seconds after which no further cell starts")
-    add("--seed", type=int, default=0)
     args = parser.parse_args()
-    started = time.monotonic()
-    torch.manual_seed(args.seed)
-    warnings.filterwarnings("ignore")
-    device = torch.device(args.device)
-    sizes = GPU if device.type == "cuda" else CPU
-    bench = Bench(device, args.rounds)
-    recorder = Recorder("options", common.describe_setup(device), args)
+    recorder = common.begin("options", args)
+    sizes = GPU if recorder.device.type == "cuda" else CPU
+    bench = Bench(recorder.device, args.rounds)
     tables = [args.only] if args.only else list(TABLES)
     shapes = list(itertools.product(tables, args.d or sizes.head_dims, (False, True)))
     bad = False
     for name, d, causal in common.progress(shapes, len(shapes), "cells"):
-        if time.monotonic() - started > args.budget:
-            say(f"over the budget of {args.budget:g} s: {name}, d {d} is left out")
-            bad = True
-            continue
         for cell, results in getattr(bench, name)(sizes, d, causal):
             whole = {"table": name} | size_of(name, sizes) | cell | {"d": d, "causal": causal}
             recorder.add(whole, {"results": results})
             bad |= failed(results)
-        common.free_memory(device)  # one shape's graphs must not crowd out the next
+        common.free_memory(recorder.device)  # one shape's graphs must not crowd out the next
     recorder.close()
     return int(bad)
 

@@ -10,11 +10,11 @@ import itertools
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import common
 import torch
-from common import Json
+from common import Json, say
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -24,6 +24,7 @@ import flash_ext.reference
 
 # q, k, v, causal -> out. Those that can hide all but the last n keys take n as `window` as well.
 Attend = Callable[..., Tensor]
+T = TypeVar("T")
 LABELS = {
     "auto": "flash_ext", "fa1": "flash_ext fa1", "fa2": "flash_ext fa2", "fa3": "flash_ext fa3",
     "sdpa": "SDPA", "flash": "SDPA flash", "cudnn": "SDPA cuDNN", "efficient": "SDPA efficient",
@@ -38,6 +39,23 @@ WHOLE_LIMIT, BLOCK_LIMIT = 2e-2, 1e-1
 
 class Refused(Exception):
     """A variant of flash_ext says that it does not take a call. That is no failure."""
+
+
+class Wrong(Exception):
+    """A result is wrong. Its call is not timed."""
+
+
+def attempt(function: Callable[[], T]) -> tuple[T | None, Json]:
+    """What a function returns, or None and why: a failure in one place must not end a run."""
+    try:
+        return function(), {}
+    except Refused as refusal:
+        return None, {"skipped": str(refusal), "refused": True}
+    except Wrong as wrong:
+        say(f"!!! {wrong} !!!")
+        return None, {"skipped": str(wrong), "wrong": True}
+    except Exception as error:
+        return None, {"skipped": common.first_line(error)}
 
 
 @dataclass(frozen=True)
@@ -191,9 +209,7 @@ def versions(providers: Iterable[Provider]) -> dict[str, str]:
 
 def collect(variants: list[str], peers: list[str]) -> tuple[list[Provider], dict[str, str]]:
     """The providers asked for, and for each package that is not importable the reason."""
-    found, missing = [], {}
-    for name in variants:
-        found.append(VARIANTS[name]())
+    found, missing = [VARIANTS[name]() for name in variants], {}
     for name in peers:
         try:
             found.append(PEERS[name]())
@@ -323,14 +339,17 @@ class Workload:
         ]
 
 
-def wrong(
-    whole: float, block: float, limits: tuple[float, float] = (WHOLE_LIMIT, BLOCK_LIMIT)
-) -> Json | None:
-    """The entry of a provider whose results have these relative errors, where they are wrong."""
-    if whole <= limits[0] and block <= limits[1]:
-        return None
-    reason = f"WRONG RESULT: relative error {whole:.2g}, worst block {block:.2g}"
-    return {"skipped": reason, "wrong": True}
+def check(
+    pairs: Iterable[tuple[Tensor, Tensor]],
+    limits: tuple[float, float] = (WHOLE_LIMIT, BLOCK_LIMIT),
+) -> float:
+    """The largest relative error of a call's results, each beside what it should be; raises `Wrong`
+    where one is beyond the limits."""
+    errors = [relative_error(got, want) for got, want in pairs]
+    whole, block = map(max, zip(*errors, strict=True))
+    if not (whole <= limits[0] and block <= limits[1]):
+        raise Wrong(f"WRONG RESULT: relative error {whole:.2g}, worst block {block:.2g}")
+    return float(f"{whole:.4g}")
 
 
 def relative_error(got: Tensor, want: Tensor, block: int = Workload.BLOCK) -> tuple[float, float]:

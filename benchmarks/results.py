@@ -18,8 +18,9 @@ import functools
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -122,10 +123,10 @@ class Recorder:
 
     def __init__(self, subject: str, setup: Json, args: argparse.Namespace) -> None:
         """`setup`: of common.describe_setup."""
-        self.setup = setup
+        self.setup, self.device = setup, torch.device(args.device)
         self.path: Path | None = args.out
         if args.record is not None:
-            self.path = args.record / slug(torch.device(args.device)) / f"{subject}.jsonl"
+            self.path = args.record / slug(self.device) / f"{subject}.jsonl"
         self.lines: list[Json] = []
 
     def add(self, cell: Json, result: Json, **more: object) -> Json:
@@ -138,8 +139,10 @@ class Recorder:
             append(self.path, [line])
         return line
 
-    def close(self) -> None:
-        """Say where the results are."""
+    def close(self, missing: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Say where the results are, and why peers are missing."""
+        for name, reason in missing.items():
+            print(f"  not importable: {name}: {reason}")
         where = f"written to {self.path}" if self.path else "not written (--record, --out)"
         about = [f"{name} {self.setup[name]}" for name in ("torch", "kernels", "digest")]
         print(f"\n{self.setup['device']}, {', '.join(about)}: {len(self.lines)} cells, {where}")

@@ -19,7 +19,6 @@ import common
 import torch
 from common import Json
 from providers import refusal
-from results import Recorder
 from torch import Tensor
 
 import flash_ext
@@ -216,9 +215,8 @@ def main() -> int:
     parser = common.parser(__doc__)
     common.add_device(parser)
     args = parser.parse_args()
-    device = torch.device(args.device)
-    recorder = Recorder("support", common.describe_setup(device), args)
-    for name, by_variant in probe(device).items():
+    recorder = common.begin("support", args)
+    for name, by_variant in probe(recorder.device).items():
         recorder.add({"feature": name}, {"answers": by_variant})
         for variant, by_direction in by_variant.items():
             words = [f"{d} {reason or 'yes'}" for d, reason in by_direction.items()]

@@ -9,24 +9,18 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 
 import common
 import torch
+from common import Json
 
-FLUSH_BYTES, METHOD = common.timing.FLUSH_BYTES, common.timing.METHOD
+FLUSH_BYTES = common.timing.FLUSH_BYTES
 Samples, balanced_orders = common.timing.Samples, common.timing.balanced_orders
 
 Around = Callable[[], AbstractContextManager[object]]
 
 HOST_ROUNDS, HOST_CALLS = 50, 20  # so few calls in a row that the GPU's queue takes them all
-HOST_METHOD = (
-    "The time until one call returns, on tensors so small that the GPU's work is nothing: forward "
-    "with gradients off, and forward and backward through autograd. "
-    "'compiled' is torch.compile's default mode. "
-    "The providers take turns; the device is waited for before each turn of "
-    f"{HOST_CALLS} calls, which are timed one by one, and never within one. SDPA's backend is "
-    "chosen outside the calls."
-)
 
 # Seconds of one call back to back. With 0.07, at the power limit, flash-attn 4's backward ran at
 # 1,710 MHz beside others that take less power, and with 0.2 at 1,605 MHz (docs/notes/010).
@@ -56,10 +50,22 @@ class Timer(common.timing.Timer):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device, torch.cuda._sleep)
 
+    def timed(
+        self, calls: dict[Any, Callable[[], object]], min_time: float, rounds: int | None = None
+    ) -> dict[Any, Json]:
+        """Median and spread of each call, in turns, in milliseconds: of `Samples.summary`."""
+        if not calls:
+            return {}
+        estimates = {name: self.estimate(call) for name, call in calls.items()}
+        found = self.compare(calls, estimates, min_time, rounds)
+        return {name: samples.summary() for name, samples in found.items()}
+
     def host(
         self, calls: dict[str, tuple[Callable[[], object], Around]], gradients: bool
     ) -> dict[str, dict[str, float]]:
-        """Microseconds that the CPU needs for one call, ``HOST_METHOD``: median and quartiles."""
+        """Microseconds until one call returns, on tensors so small that the GPU's work is nothing:
+        median and quartiles. The device is waited for before each turn of HOST_CALLS calls, which
+        are timed one by one, and never within one."""
         times: dict[str, list[float]] = {name: [] for name in calls}
         gc.collect()
         gc.disable()
@@ -96,17 +102,13 @@ class Timer(common.timing.Timer):
         return graph.replay
 
     def sustained(
-        self,
-        calls: dict[str, Callable[[], object]],
-        estimates: dict[str, tuple[float, float]],
-        seconds: float,
-        at_once: int = 1,
-    ) -> dict[str, dict[str, float | str]]:
+        self, calls: dict[str, Callable[[], object]], seconds: float, in_graph: int = 1
+    ) -> dict[str, Json]:
         """Each call back to back for ``seconds`` in all, in turns, on a GPU that is hot.
 
         A turn begins with a third of its time that does not count. No turn is shorter than
-        ``LEAST_TURN``, or the power limit would follow the mean of all calls. Each of ``calls``
-        makes ``at_once`` calls; ``estimates`` holds what ``estimate`` returned of one.
+        ``LEAST_TURN``, or the power limit would follow the mean of all calls. With ``in_graph``
+        above 1 so many calls are replayed at a time from a CUDA graph.
 
         Milliseconds per call with warm caches, and on a GPU clock, power and temperature (medians
         of the turns' medians), with the energy of a call in joules. Of a call that fails its error,
@@ -115,39 +117,45 @@ class Timer(common.timing.Timer):
         orders = balanced_orders(list(calls))
         orders = orders[: max(1, int(seconds / LEAST_TURN + 1e-6))]  # 1.2 / 0.4 is below 3
         turn = seconds / max(len(orders), 1) if self.cuda else 0
-        counts = {
-            name: max(5, math.ceil(turn / max(estimates[name][0] * at_once, 1e-7)))
-            for name in calls
-        }
-        milliseconds: dict[str, list[float]] = {name: [] for name in calls}
-        states: dict[str, list[dict[str, float]]] = {name: [] for name in calls}
-        results: dict[str, dict[str, float | str]] = {}
+        ready: dict[str, tuple[Callable[[], object], int]] = {}  # and how often in a turn
+        turns: dict[str, list[Json]] = {name: [] for name in calls}
+        results: dict[str, Json] = {}
         log = common.ClockLog(self.device)
         log.wait_for_sample()
         for name in itertools.chain.from_iterable(orders):
             if name in results:
                 continue
             try:
-                for _ in range(counts[name] // 3):
-                    calls[name]()
+                if name not in ready:
+                    ready[name] = self._steady(calls[name], turn, in_graph)
+                call, count = ready[name]
+                for _ in range(count // 3):
+                    call()
                 if self.cuda:
                     torch.cuda.synchronize(self.device)
                 log.since_last()
-                total = self._back_to_back(calls[name], counts[name])
+                ms = self._back_to_back(call, count) / (count * in_graph)
+                turns[name].append({"ms": ms} | log.since_last())
             except Exception as error:  # most often: out of memory
                 results[name] = {"skipped": common.first_line(error)}
-                continue
-            milliseconds[name].append(total / (counts[name] * at_once))
-            states[name].append(log.since_last())
         log.close()
         for name in [name for name in calls if name not in results]:
-            mean = statistics.fmean(milliseconds[name])
-            found = [state for state in states[name] if state]
-            state = {x: statistics.median(s[x] for s in found) for x in (found[0] if found else ())}
+            mean = statistics.fmean(x["ms"] for x in turns[name])
+            found = [x for x in turns[name] if len(x) > 1]
+            state = {key: statistics.median(x[key] for x in found)
+                     for key in (found[0] if found else ()) if key != "ms"}  # fmt: skip
             energy = {"joules": round(state["power_w"] * mean * 1e-3, 6)} if state else {}
-            made = counts[name] * at_once * len(orders)
+            made = ready[name][1] * in_graph * len(orders)
             results[name] = {"ms": round(mean, 6), "calls": made, **state, **energy}
         return results
+
+    def _steady(
+        self, call: Callable[[], object], turn: float, in_graph: int
+    ) -> tuple[Callable[[], object], int]:
+        """The call, or many in a graph, and how often it fills a turn."""
+        seconds = self.estimate(call)[0] * in_graph
+        made = self.in_graph(call, in_graph) if in_graph > 1 else call
+        return made, max(5, math.ceil(turn / max(seconds, 1e-7)))
 
     def _back_to_back(self, call: Callable[[], object], count: int) -> float:
         """Milliseconds of so many calls in a row."""

@@ -42,25 +42,15 @@ import math
 import statistics
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 
 import common
 import torch
 from common import Json, say
-from providers import (
-    PEERS,
-    VARIANTS,
-    Provider,
-    Workload,
-    collect,
-    relative_error,
-    running,
-    wrong,
-)
-from results import Recorder
+from providers import PEERS, VARIANTS, Provider, Workload, attempt, check, collect, running
 from timing import Timer, step_times
 from torch import Tensor
 from torch.nn.attention import SDPBackend
@@ -133,7 +123,7 @@ def loss_difference(losses: list[float], reference: list[float]) -> float:
 
 
 class Trainee:
-    """One provider's model in training, and what was measured of it."""
+    """One provider's model in training after its first steps, and what was measured of it."""
 
     def __init__(
         self,
@@ -150,15 +140,6 @@ class Trainee:
         self.losses: list[Tensor] = []
         self.seconds: list[float] = []
         self.host_seconds: list[float] = []  # until a step that began on an idle GPU was enqueued
-        self.peak_bytes = 0
-
-    def step(self) -> None:
-        """One step; the GPU is not waited for."""
-        with self.around():
-            self.losses.append(self.training.step(next(self.chunks)))
-
-    def warm_up(self) -> None:
-        """The first steps, and the peak memory of the last of them."""
         for _ in range(WARM_UP - 1):
             self.step()
         self.rest()
@@ -166,13 +147,19 @@ class Trainee:
         self.rest()
         self.peak_bytes = extra + self.state_bytes()
 
-    def turn(self, steps: int) -> None:
+    def step(self) -> None:
+        """One step; the GPU is not waited for."""
+        with self.around():
+            self.losses.append(self.training.step(next(self.chunks)))
+
+    def turn(self, steps: int) -> Trainee:
         """A step that is not timed, then ``steps`` that are."""
         start = time.perf_counter()
         self.step()
         self.host_seconds.append(time.perf_counter() - start)
         self.seconds += step_times(self.step, steps, self.device)
         self.rest()
+        return self
 
     def rest(self) -> None:
         """Wait for the device, and free the gradients: the next provider needs the memory."""
@@ -211,20 +198,15 @@ class Bench:
         size = MODELS[model]
         config = self.config(size, seqlen)
         cell: Json = {
-            "model": model,
-            "causal": size.causal,
-            "layers": config.layers,
-            "heads": config.heads,
-            "kv_heads": config.kv_heads or config.heads,
-            "width": config.width,
-            "rate": size.rate,
-            "seqlen": seqlen,
-            "batch": config.batch,
+            "model": model, "causal": size.causal, "layers": config.layers, "heads": config.heads,
+            "kv_heads": config.kv_heads or config.heads, "width": config.width, "rate": size.rate,
+            "seqlen": seqlen, "batch": config.batch,
             "dtype": str(config.dtype).removeprefix("torch."),
-        }
+        }  # fmt: skip
         results: Json = {p.name: {} for p in self.providers}
         found: Json = {"rounds": 0, "steps": self.args.steps, "providers": results}
         self.attention(config, size.causal, found)
+        self.release()
         chunks = list(itertools.islice(train_gpt.batches(self.data, config), config.steps))
         trainees: dict[str, Trainee] = {}
         for turn in range(self.args.rounds + 1):
@@ -236,16 +218,19 @@ class Bench:
                 name = provider.name
                 if "skipped" in results[name]:
                     continue
-                try:
+
+                def train(provider: Provider = provider, turn: int = turn) -> Trainee:
                     if turn == 0:
-                        trainees[name] = Trainee(provider, config, chunks, size.causal)
-                        trainees[name].warm_up()
-                    else:
-                        trainees[name].turn(self.args.steps)
-                except Exception as error:  # most often: out of memory
-                    results[name]["skipped"] = common.first_line(error)
+                        return Trainee(provider, config, chunks, size.causal)
+                    return trainees[provider.name].turn(self.args.steps)
+
+                trainee, reason = attempt(train)
+                if trainee is None:  # most often: out of memory
+                    results[name] |= reason
                     trainees.pop(name, None)
                     self.release()
+                else:
+                    trainees[name] = trainee
         self.judge(config, found, trainees)
         return cell, found
 
@@ -254,39 +239,30 @@ class Bench:
         shape = (config.batch, config.seq, config.heads, config.width // config.heads)
         work = Workload(shape, config.dtype, self.device, kv_heads=config.kv_heads)
         exact = work.exact(causal, gradients=True)
-        timer = Timer(self.device)
         calls: dict[str, Callable[[], object]] = {}
-        estimates = {}
-        for provider in self.providers:
-            name, result = provider.name, found["providers"][provider.name]
+
+        def prepare(provider: Provider) -> Callable[[], object]:
             step = work.step(provider, causal)
 
-            def call(
-                step: Callable[[], tuple[Tensor, ...]] = step, provider: Provider = provider
-            ) -> tuple[Tensor, ...]:
+            def call() -> tuple[Tensor, ...]:
                 with provider.around():
                     return step()
 
-            try:
-                got = [work.forward(provider, causal)(), *map(provider.view, call())]
-                errors = [relative_error(x, want) for x, want in zip(got, exact, strict=True)]
-                whole, block = map(max, zip(*errors, strict=True))
-                if bad := wrong(whole, block):
-                    result |= bad
-                    continue
-                result["error"] = float(f"{whole:.3g}")
-                estimates[name] = timer.estimate(call)
-                calls[name] = call
-            except Exception as error:
-                result["skipped"] = common.first_line(error)
-            finally:
-                got = None
-        for name, samples in timer.compare(calls, estimates, 0.05).items() if calls else ():
-            found["providers"][name]["attention"] = samples.summary()
+            got = [work.forward(provider, causal)(), *map(provider.view, call())]
+            error = check(zip(got, exact, strict=True))
+            found["providers"][provider.name]["error"] = error
+            return call
+
+        for provider in self.providers:
+            ready, reason = attempt(partial(prepare, provider))
+            if ready is None:
+                found["providers"][provider.name] |= reason
+            else:
+                calls[provider.name] = ready
+        for name, times in Timer(self.device).timed(calls, 0.05).items():
+            found["providers"][name]["attention"] = times
         if SDPA in calls:
             found["sdpa_backend"] = chosen_backend(work, causal)
-        del work, exact, timer, calls
-        self.release()
 
     def judge(self, config: train_gpt.Config, found: Json, trainees: dict[str, Trainee]) -> None:
         """The results of the trainings: the speeds of those whose losses are right."""
@@ -310,11 +286,8 @@ class Bench:
                 result["skipped"] = f"the CPU takes {host * 1e3:.1f} ms of {seconds * 1e3:.1f} ms"
                 result["cpu_bound"] = True
                 continue
-            q1, _, q3 = statistics.quantiles(trainee.seconds * 2, n=4, method="inclusive")
             result |= {
                 "ms": round(seconds * 1e3, 4),
-                "q1_ms": round(q1 * 1e3, 4),
-                "q3_ms": round(q3 * 1e3, 4),
                 "tokens_per_second": round(config.batch * config.seq / seconds, 1),
                 "share": round(config.layers * result["attention"]["ms"] * 1e-3 / seconds, 4),
             }
@@ -356,15 +329,13 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     """Run; the exit status is 1 if a variant of flash_ext was wrong or failed somewhere."""
     args = parse()
-    warnings.filterwarnings("ignore")  # SDPA explains there what it then raises
-    torch.manual_seed(0)
+    recorder = common.begin("train", args)
     ours = [name for name in args.providers if name in VARIANTS]
     peers = [name for name in args.providers if name in PEERS]
     providers, missing = collect(ours, peers)
     if SDPA in args.providers:
         providers.insert(len(ours), sdpa())
     bench = Bench(args, providers)
-    recorder = Recorder("train", common.describe_setup(bench.device), args)
     bad = False
     models = args.model or ["tiny" if args.device == "cpu" else "small"]
     sizes = [(m, s) for m in models for s in args.seq or MODELS[m].seqlens]
@@ -375,9 +346,7 @@ def main() -> int:
         found = recorder.add(*bench.cell(model, seqlen))["result"]["providers"]
         bad |= any("skipped" in found[n] and "cpu_bound" not in found[n] for n in ours)
         bench.release()  # one length's models must not crowd out the next
-    for name, reason in missing.items():
-        print(f"  not importable: {name}: {reason}")
-    recorder.close()
+    recorder.close(missing)
     return int(bad)
 
 

@@ -1,47 +1,52 @@
-"""Fits the cost constants of FA3's forward to the GPU that is there, and prints them as a diff.
+"""Fits the cost constants of FA3's forward to the GPU that is there, and prints them.
 
     python benchmarks/tune.py                       # a few minutes
-    python benchmarks/tune.py --only forward --d 64 --out tune.diff && git apply tune.diff
-    python benchmarks/tune.py --only splits         # of few queries: tune_decode.py
+    python benchmarks/tune.py --only forward --d 64
+    python benchmarks/tune.py --only splits         # of few queries
 
 A plan chooses among the tiles of a row of csrc/plan/tuning.h by `forward_time` (csrc/plan/cost.h):
 percent x waves x rows x (keys + overhead). Percent and overhead of a tile are relative to the tile
 `usual`, whose constants are the defaults. This script times every tile of a row at a fixed grid of
 calls, fits both constants to the ratios of the times, and prints for each call which tile was the
 fastest, which one today's constants choose and which one the new constants choose, with the time
-that a wrong choice costs.
+that a wrong choice costs. For few queries the same with the number of splits and `decoding_time`.
 
-Tiles are forced by FLASH_EXT_FORCE_TILE, splits by FLASH_EXT_FORCE_SPLITS, which plans read if
+Today's constants stand here too (`ROWS`, `SplitCosts`); a test compares them with csrc. Tiles are
+forced by FLASH_EXT_FORCE_TILE, splits by FLASH_EXT_FORCE_SPLITS, which plans read if
 FLASH_EXT_TUNE was set when the kernels were first called.
 """
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import math
 import os
-import re
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import common
 import torch
-import tune_decode
 from timing import Timer
+from torch import Tensor
 
-TUNING, COST = Path("csrc/plan/tuning.h"), Path("csrc/plan/cost.h")
-SWITCH, HOOK = "FLASH_EXT_TUNE", "FLASH_EXT_FORCE_TILE"
+SWITCH, TILE_HOOK, SPLITS_HOOK = (
+    "FLASH_EXT_TUNE", "FLASH_EXT_FORCE_TILE", "FLASH_EXT_FORCE_SPLITS"
+)  # fmt: skip
 TILES = ("few_queries", "usual", "long_keys")  # the first of Fa3ForwardTile, in its order
 USUAL = "usual"
 MOST_OVERHEAD = 512
 TOKENS, HIDDEN = 16384, 2048
 LENGTHS = (256, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 3072, 4096, 8192, 16384)
 FEW_KEYS, WINDOWS = (128, 256, 512, 1024), (127, 512, 1024)
+
+Times = dict[Any, dict[Any, float]]  # microseconds of each call with each choice
+
+
+# --- Tiles: the model, as in csrc/plan/cost.h ---
 
 
 class Cost(NamedTuple):
@@ -56,8 +61,7 @@ class Cost(NamedTuple):
         )
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """The size of a tile."""
 
     rows: int
@@ -78,6 +82,26 @@ class Row:
         return self.alike if call.alike else self.differ
 
 
+# The rows of kFa3Forward and kFa3ForwardFp8 that have something to choose. FP8 has one percent for
+# all calls.
+ROWS = (
+    Row((32, 32), False,
+        {"few_queries": Tile(128, 128), USUAL: Tile(256, 64), "long_keys": Tile(256, 80)},
+        {"few_queries": Cost(112), USUAL: Cost(), "long_keys": Cost(98, 72)},
+        {"few_queries": Cost(110), USUAL: Cost(), "long_keys": Cost(96, 208)}),
+    Row((64, 64), False,
+        {"few_queries": Tile(128, 128), USUAL: Tile(256, 64), "long_keys": Tile(192, 96)},
+        {"few_queries": Cost(112), USUAL: Cost(), "long_keys": Cost(98)},
+        {"few_queries": Cost(109, 80), USUAL: Cost(), "long_keys": Cost(99, 155)}),
+    Row((96, 96), False,
+        {"few_queries": Tile(128, 128), USUAL: Tile(192, 64)},
+        {"few_queries": Cost(110), USUAL: Cost()}, {"few_queries": Cost(105), USUAL: Cost()}),
+    Row((64, 64), True,
+        {"few_queries": Tile(128, 64), USUAL: Tile(192, 128)},
+        {"few_queries": Cost(115), USUAL: Cost()}, {"few_queries": Cost(115), USUAL: Cost()}),
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Call:
     """A forward of the grid."""
@@ -93,10 +117,6 @@ class Call:
     def alike(self) -> bool:
         return not self.causal
 
-    def __str__(self) -> str:
-        mask = f"window {self.window}" if self.window >= 0 else "causal" if self.causal else "full"
-        return f"{self.batch} x {self.queries} x {self.keys}, {self.heads} heads, {mask}"
-
 
 def grid(head_dim: int) -> Iterator[Call]:
     """Short and long sequences, with and without a mask, few keys, and windows."""
@@ -108,9 +128,6 @@ def grid(head_dim: int) -> Iterator[Call]:
         yield Call(TOKENS // 2048, heads, 2048, keys)
     for window in WINDOWS:
         yield Call(TOKENS // 4096, heads, 4096, 4096, True, window)
-
-
-# --- The model, as in csrc/plan/cost.h ---
 
 
 def forward_time(call: Call, tile: Tile, cost: Cost, sms: int) -> float:
@@ -135,9 +152,6 @@ def choice(row: Row, call: Call, sms: int) -> str:
     return min(order, key=lambda name: forward_time(call, row.tiles[name], costs[name], sms))
 
 
-Times = dict[Call, dict[str, float]]  # seconds of every tile, by its name
-
-
 def fit(row: Row, name: str, times: Times, sms: int) -> Cost:
     """The percent and overhead of a tile with the least squares of the logarithms of the ratios.
 
@@ -158,157 +172,211 @@ def fit(row: Row, name: str, times: Times, sms: int) -> Cost:
 
 
 def fitted(row: Row, times: Times, sms: int) -> Row:
-    """The row with the costs that fit the times. FP8 has one percent for all calls."""
+    """The row with the costs that fit the times."""
     alike, differ = dict(row.alike), dict(row.differ)
     for name in row.tiles.keys() - {USUAL}:
         for costs, same in ((alike, True), (differ, False)):
             some = {c: t for c, t in times.items() if row.fp8 or c.alike == same}
             costs[name] = fit(row, name, some, sms)
-    return Row(row.dims, row.fp8, row.tiles, alike, differ)
+    return replace(row, alike=alike, differ=differ)
 
 
-def report(row: Row, new: Row, times: Times, sms: int) -> Iterator[str]:
-    """A line for each call, and what the choices cost in all, in percent of the fastest tile."""
+def forward_inputs(row: Row, call: Call, device: torch.device) -> tuple[list[Tensor], Any]:
+    """q, k, v and the options of a call."""
+    dtype = torch.float8_e4m3fn if row.fp8 else torch.bfloat16
+    sizes = (call.queries, row.dims[0]), (call.keys, row.dims[0]), (call.keys, row.dims[1])
+    tensors = [torch.randn(call.batch, n, call.heads, d, device=device).to(dtype) for n, d in sizes]
+    return tensors, {"window": (call.window, 0 if call.causal else -1)}
+
+
+# --- Splits of few queries: the model has no closed form, since every SM or its memory may be the
+# limit. So the constants come from a search, together with the time of a launch, which is the same
+# for all numbers of splits. ---
+
+HEAD_DIM, FEW_ROWS, CTAS_PER_SM = 128, 16, 2  # kFa3Decode at 128; many_rows has one CTA on an SM
+CLUSTER = 8  # kMaxClusterSplits
+NUMBERS = (1, 2, 4, *range(CLUSTER, 15 * CLUSTER + 1, CLUSTER))  # those that a plan considers
+
+
+class Gpu(NamedTuple):
+    """As GpuModel in csrc/plan/device.h."""
+
+    sms: int
+    l2_share: int
+
+    @property
+    def cluster_sms(self) -> int:
+        return self.sms - self.sms // 11
+
+
+@dataclass(frozen=True)
+class SplitCosts:
+    """In microseconds, today's. `alone` is of 128 keys in a CTA that nothing but itself limits."""
+
+    launch: float = 3.0  # no constant of csrc
+    wave: float = 1.2
+    alone_few_rows: float = 0.36
+    alone_many_rows: float = 0.6
+    of_l2: float = 0.6
+    of_memory: float = 0.95
+    in_cluster: float = 0.5
+    of_clusters: float = 1.7
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """One query against a cache, `group` query heads on a head of keys."""
+
+    batch: int
+    kv_heads: int
+    group: int
+    keys: int
+
+    def splits(self) -> list[int]:
+        """The numbers of splits that have 128 keys or more each."""
+        return [x for x in NUMBERS if x == 1 or 128 * x <= self.keys]
+
+
+def decodings() -> Iterator[Decoding]:
+    """One sequence and many, with 16 rows and 32, in L2 and beyond."""
+    for keys in (1024, 4096, 16384, 65536, 131072):
+        yield Decoding(1, 8, 8, keys)
+        yield Decoding(1, 1, 32, keys)
+    for batch, keys in ((2, 8192), (4, 4096), (8, 2048), (16, 8192), (64, 1024), (64, 4096)):
+        yield Decoding(batch, 8, 4, keys)
+    for batch, keys in ((2, 16384), (4, 8192), (8, 4096)):
+        yield Decoding(batch, 8, 32, keys)
+
+
+def decoding_time(call: Decoding, splits: int, x: SplitCosts, gpu: Gpu) -> float:
+    """`decoding_time` of csrc/plan/cost.h and a launch, in microseconds."""
+    few_rows = call.group <= FEW_ROWS
+    size = call.batch * call.keys * call.kv_heads * 2 * HEAD_DIM * 2
+    of_memory = x.of_l2 if size <= gpu.l2_share else x.of_memory
+    alone = x.alone_few_rows if few_rows else x.alone_many_rows
+    ctas = call.batch * call.kv_heads * splits
+    at_once = (CTAS_PER_SM if few_rows else 1) * (gpu.sms if splits <= 2 else gpu.cluster_sms)
+
+    def wave(of_ctas: int) -> float:
+        iterations = -(-call.keys // (128 * splits))
+        return of_ctas and x.wave + iterations * max(alone, of_memory * of_ctas / gpu.sms)
+
+    combination = 0.0 if splits == 1 else x.in_cluster if splits <= CLUSTER else x.of_clusters
+    return x.launch + ctas // at_once * wave(at_once) + wave(ctas % at_once) + combination
+
+
+def splits_choice(call: Decoding, x: SplitCosts, gpu: Gpu) -> int:
+    """The splits that a plan takes: `decode_splits` of csrc/plan/cost.h."""
+    return min(call.splits(), key=lambda splits: decoding_time(call, splits, x, gpu))
+
+
+def fitted_splits(times: Times, gpu: Gpu, start: SplitCosts) -> SplitCosts:
+    """The constants with the least squares of the logarithms, by steps of one at a time."""
+
+    def badness(x: SplitCosts) -> float:
+        return sum(
+            math.log(us / decoding_time(call, splits, x, gpu)) ** 2
+            for call, of_splits in times.items()
+            for splits, us in of_splits.items()
+        )
+
+    best, least = start, badness(start)
+    for step in (1.3, 1.1, 1.03, 1.01, 1.003):
+        improved = True
+        while improved:
+            improved = False
+            for name in (x.name for x in fields(SplitCosts)):
+                for factor in (step, 1 / step):
+                    other = replace(best, **{name: getattr(best, name) * factor})
+                    if (found := badness(other)) < least - 1e-12:
+                        best, least, improved = other, found, True
+    return best
+
+
+def decoding_inputs(call: Decoding, device: torch.device) -> tuple[list[Tensor], Any]:
+    """q, k, v and the options of a call."""
+    options: Any = {"dtype": torch.bfloat16, "device": device}
+    q = torch.randn(call.batch, 1, call.kv_heads * call.group, HEAD_DIM, **options)
+    return [q, *torch.randn(2, call.batch, call.keys, call.kv_heads, HEAD_DIM, **options)], {}
+
+
+# --- Measuring, of both ---
+
+
+def measure(
+    calls: Iterable[Any],
+    inputs: Callable[[Any], tuple[list[Tensor], Any]],
+    choices: Callable[[Any], Mapping[Any, int]],
+    hook: str,
+    timer: Timer,
+    min_time: float,
+) -> Times:
+    """The times of each call with every choice, forced by the number it has in `hook`, in turns."""
+    import flash_ext
+
+    times: Times = {}
+    asked = list(calls)
+    for call in common.progress(asked, len(asked), hook):
+        tensors, options = inputs(call)
+
+        def forced(number: int, tensors: Any = tensors, options: Any = options) -> object:
+            os.environ[hook] = str(number)
+            return flash_ext.attention(*tensors, variant="fa3", **options)
+
+        runs = {
+            name: (lambda number=number, forced=forced: forced(number))
+            for name, number in choices(call).items()
+        }
+        times[call] = {name: x["ms"] * 1e3 for name, x in timer.timed(runs, min_time).items()}
+    os.environ.pop(hook, None)
+    return times
+
+
+def report(
+    title: str, times: Times, today: Callable[[Any], Any], new: Callable[[Any], Any]
+) -> Iterator[str]:
+    """A line for each call, and what the choices cost in all, in percent of the fastest."""
     losses: dict[str, list[float]] = {"today's": [], "new": []}
-    yield f"\nhead dims {row.dims[0]}, {row.dims[1]}{' in FP8' if row.fp8 else ''}"
-    for call, t in times.items():
-        fastest = min(t, key=t.__getitem__)
+    yield f"\n{title}"
+    for call, us in times.items():
+        fastest = min(us, key=us.__getitem__)
         words = []
-        for which, known in (("today's", row), ("new", new)):
-            chosen = choice(known, call, sms)
-            losses[which].append(100 * (t[chosen] / t[fastest] - 1))
-            words.append(f"{which} {chosen} +{losses[which][-1]:.1f} %")
-        speeds = ", ".join(f"{name} {seconds * 1e6:.1f}" for name, seconds in t.items())
-        yield f"  {call}: {speeds} µs; fastest {fastest}; {'; '.join(words)}"
+        for (which, found), chooses in zip(losses.items(), (today, new), strict=True):
+            chosen = chooses(call)
+            found.append(100 * (us[chosen] / us[fastest] - 1))
+            words.append(f"{which} {chosen} +{found[-1]:.1f} %")
+        yield f"  {call}: fastest {fastest}, {us[fastest]:.1f} µs; {'; '.join(words)}"
     for which, found in losses.items():
         mean = statistics.fmean(found)
         yield f"  {which} constants lose {mean:.2f} % on average, at most {max(found):.1f} %"
 
 
-# --- csrc/plan ---
-
-
-def braces(text: str, begin: int) -> str:
-    """The text from a brace to the one that closes it."""
-    depth = 0
-    for end in range(text.index("{", begin), len(text)):
-        depth += {"{": 1, "}": -1}.get(text[end], 0)
-        if depth == 0:
-            return text[text.index("{", begin) : end + 1]
-    raise ValueError("a brace is not closed")
-
-
-def rows_of(table: str, tuning: str) -> Iterator[tuple[tuple[int, int], str]]:
-    """The head dims and the text of each row of a table."""
-    body = braces(tuning, tuning.index(f" {table}[] = "))
-    for found in re.finditer(r"\{\.head_dims = \{(\d+), (\d+)\}", body):
-        yield (int(found[1]), int(found[2])), braces(body, found.start())
-
-
-def read_cost(text: str, field: str) -> Cost:
-    """`.alike = {112, 72}`; the default if there is none."""
-    found = re.search(rf"\.{field} = \{{([\d, ]+)\}}", text)
-    return Cost(*map(int, found[1].split(","))) if found else Cost()
-
-
-def read_tiles(text: str, names: dict[str, str]) -> dict[str, Tile]:
-    """The tiles of a row that differ in size from `usual`; by name, from their fields."""
-    tiles = {}
-    for name, field in names.items():
-        if found := re.search(rf"\.{field} =\s*(?=\{{)", text):
-            tile = braces(text, found.end())
-            consumers = re.search(r"\.consumers = (\d+)", tile)
-            block_kv = re.search(r"\.block_kv = (\d+)", tile)
-            assert block_kv is not None, f"a tile without a block_kv: {tile}"
-            tiles[name] = Tile(64 * int(consumers[1] if consumers else 2), int(block_kv[1]))
-    return tiles
-
-
-def read(tuning: str, cost: str) -> Iterator[Row]:
-    """The rows that have something to choose, of both tables of FA3's forward."""
-    for dims, text in rows_of("kFa3Forward", tuning):
-        tiles = read_tiles(text, {name: name for name in TILES})
-        costs = {n: text.partition(f".{n}_costs =")[2].partition("}}")[0] + "}" for n in tiles}
-        by_mask = [{n: read_cost(costs[n], x) for n in tiles} for x in ("alike", "differ")]
-        if len(tiles) > 1:
-            yield Row(dims, False, tiles, *by_mask)
-    of_fp8 = read_cost(braces(cost, cost.index("kCosts{")), "alike")
-    for dims, text in rows_of("kFa3ForwardFp8", tuning):
-        tiles = read_tiles(text, {"few_queries": "splits", USUAL: USUAL})
-        if len({tile.rows for tile in tiles.values()}) > 1:
-            costs = {"few_queries": of_fp8, USUAL: Cost()}
-            yield Row(dims, True, tiles, costs, costs)
-
-
-def written(rows: Iterable[Row], tuning: str, cost: str) -> tuple[str, str]:
-    """tuning.h and cost.h with the costs of these rows."""
-    for row in rows:
-        if row.fp8:
-            old = "kCosts" + braces(cost, cost.index("kCosts{"))
-            one = row.alike["few_queries"]
-            cost = cost.replace(old, f"kCosts{{.alike = {one}, .differ = {one}}}")
+def tune_forward(timer: Timer, head_dims: list[int], min_time: float, gpu: Gpu) -> None:
+    """Print the costs of the tiles that fit this GPU."""
+    for row in ROWS:
+        if head_dims and row.dims[0] not in head_dims:
             continue
-        old = new = dict(rows_of("kFa3Forward", tuning))[row.dims]
+        numbers = {name: TILES.index(name) for name in row.tiles}
+        times = measure(grid(row.dims[0]), lambda c, r=row: forward_inputs(r, c, timer.device),
+                        lambda _, n=numbers: n, TILE_HOOK, timer, min_time)  # fmt: skip
+        new = fitted(row, times, gpu.sms)
+        title = f"head dims {row.dims[0]}, {row.dims[1]}{' in FP8' if row.fp8 else ''}"
+        print("\n".join(report(title, times, lambda c, r=row: choice(r, c, gpu.sms),
+                               lambda c, r=new: choice(r, c, gpu.sms))))  # fmt: skip
         for name in row.tiles.keys() - {USUAL}:
-            costs = f".{name}_costs = {{.alike = {row.alike[name]}, .differ = {row.differ[name]}}}"
-            new, count = re.subn(rf"\.{name}_costs = \{{.*?\}}\}}", costs, new)
-            if count == 0:
-                new = f"{new[:-1]},\n     {costs}}}"
-        tuning = tuning.replace(old, new)
-    return tuning, cost
+            print(f"  .{name}_costs = {{.alike = {new.alike[name]}, .differ = {new.differ[name]}}}")
 
 
-def diff(root: Path, texts: dict[Path, str]) -> str:
-    """What `git apply` takes."""
-    lines: list[str] = []
-    for path, text in texts.items():
-        both = ((root / path).read_text(), text)
-        before, after = (x.splitlines(keepends=True) for x in both)
-        lines += difflib.unified_diff(before, after, f"a/{path}", f"b/{path}")
-    return "".join(lines)
-
-
-# --- Measuring ---
-
-
-def forced(tile: str, call: Callable[[], object]) -> Callable[[], object]:
-    """The call with a tile."""
-
-    def run() -> object:
-        os.environ[HOOK] = str(TILES.index(tile))
-        return call()
-
-    return run
-
-
-def measure(row: Row, timer: Timer, min_time: float) -> Times:
-    """The times of all tiles of a row at the calls of the grid, in turns."""
-    import flash_ext
-
-    times: Times = {}
-    calls = list(grid(row.dims[0]))
-    what = f"d {row.dims[0]}{' FP8' if row.fp8 else ''}"
-    for call in common.progress(calls, len(calls), what):
-        dtype = torch.float8_e4m3fn if row.fp8 else torch.bfloat16
-
-        def tensor(
-            length: int, dim: int, call: Call = call, dtype: torch.dtype = dtype
-        ) -> torch.Tensor:
-            return torch.randn(call.batch, length, call.heads, dim, device=timer.device).to(dtype)
-
-        q, k = tensor(call.queries, row.dims[0]), tensor(call.keys, row.dims[0])
-        v = tensor(call.keys, row.dims[1])
-        window = (call.window, 0 if call.causal else -1)
-
-        def attend(q=q, k=k, v=v, window=window) -> object:  # type: ignore[no-untyped-def]
-            return flash_ext.attention(q, k, v, window=window, variant="fa3")
-
-        runs = {tile: forced(tile, attend) for tile in row.tiles}
-        estimates = {tile: timer.estimate(run) for tile, run in runs.items()}
-        samples = timer.compare(runs, estimates, min_time)
-        times[call] = {tile: statistics.median(x.seconds) for tile, x in samples.items()}
-    os.environ.pop(HOOK, None)
-    return times
+def tune_splits(timer: Timer, min_time: float, gpu: Gpu) -> None:
+    """Print the constants of the splits of few queries that fit this GPU."""
+    times = measure(decodings(), lambda c: decoding_inputs(c, timer.device),
+                    lambda c: {n: n for n in c.splits()}, SPLITS_HOOK, timer, min_time)  # fmt: skip
+    today = SplitCosts()
+    new = fitted_splits(times, gpu, today)
+    print("\n".join(report("splits of few queries", times, lambda c: splits_choice(c, today, gpu),
+                           lambda c: splits_choice(c, new, gpu))))  # fmt: skip
+    for x in fields(SplitCosts):
+        print(f"  {x.name}: {getattr(new, x.name):.2g}")
 
 
 def refuse_without_hook() -> None:
@@ -317,59 +385,32 @@ def refuse_without_hook() -> None:
 
     library = Path(binary.__file__).parents[1] / "_C.abi3.so"
     content = library.read_bytes() if library.is_file() else b""
-    for name in (SWITCH, HOOK, tune_decode.HOOK):
+    for name in (SWITCH, TILE_HOOK, SPLITS_HOOK):
         if name.encode() not in content:
             raise SystemExit(f"these kernels do not read {name}: make build")
 
 
-def tune_forward(
-    device: torch.device, head_dims: list[int], min_time: float, texts: tuple[str, str]
-) -> tuple[str, str]:
-    """tuning.h and cost.h with the costs of the tiles that fit this GPU."""
-    sms = torch.cuda.get_device_properties(device).multi_processor_count
-    timer, found = Timer(device), []
-    for row in read(*texts):
-        if not head_dims or row.dims[0] in head_dims:
-            times = measure(row, timer, min_time)
-            found.append(fitted(row, times, sms))
-            print("\n".join(report(row, found[-1], times, sms)))
-    return written(found, *texts)
-
-
-def tune_splits(device: torch.device, min_time: float, texts: tuple[str, str]) -> tuple[str, str]:
-    """tuning.h and cost.h with the constants of the splits of few queries that fit this GPU."""
-    gpu, today = tune_decode.gpu_of(device), tune_decode.read("".join(texts))
-    times = tune_decode.measure(Timer(device), min_time)
-    new = tune_decode.fitted(times, gpu, today)
-    print("\n".join(tune_decode.report(times, today, new, gpu)))
-    tuning, cost = (tune_decode.written(new, text) for text in texts)
-    return tuning, cost
-
-
 def main() -> int:
-    """Measure, print the choices, and print or write the diff."""
+    """Measure, and print the choices and the constants."""
     parser = common.parser(__doc__)
     add = parser.add_argument
     add("--only", choices=("forward", "splits"), help="default: both")
     add("--d", nargs="*", type=int, help="head dims of forward, default: all with several tiles")
     add("--min-time", type=float, default=0.05, help="seconds of calls for each tile and call")
-    add("--out", type=Path, help="a file for the diff; default: print it")
     args = parser.parse_args()
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         raise SystemExit("tune.py needs a Hopper GPU: the tiles are fa3's")
     os.environ[SWITCH] = "1"
     refuse_without_hook()
     device = torch.device("cuda", torch.cuda.current_device())
-    tuning, cost = ((common.ROOT / path).read_text() for path in (TUNING, COST))
+    found = torch.cuda.get_device_properties(device)
+    gpu = Gpu(found.multi_processor_count, min(found.L2_cache_size // 5 * 4, 32 << 20))
     torch.manual_seed(0)
+    timer = Timer(device)
     if args.only != "splits":
-        tuning, cost = tune_forward(device, args.d or [], args.min_time, (tuning, cost))
+        tune_forward(timer, args.d or [], args.min_time, gpu)
     if args.only != "forward":
-        tuning, cost = tune_splits(device, args.min_time, (tuning, cost))
-    text = diff(common.ROOT, {TUNING: tuning, COST: cost})
-    if args.out:
-        args.out.write_text(text)
-    print(f"written: {args.out}" if args.out else text or "the constants stay as they are")
+        tune_splits(timer, args.min_time, gpu)
     return 0
 
 

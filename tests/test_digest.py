@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
-import gpu_test_report  # puts benchmarks/ on the path
 import pytest
 from digest import kernel_digest, source_digest
 
@@ -55,18 +52,12 @@ def replace(tree: Path, name: str, old: str, new: str) -> None:
     ("name", "old", "new"),
     [
         ("csrc/a-b/a.cuh", "// What it does.", '/* Something\nelse, with "a quote */'),
-        ("csrc/a-b/a.cuh", "// don't", ""),
         ("csrc/a-b/a.cuh", "// don't", "// goes \\\n   on"),
         ("csrc/a-b/a.cuh", "#define SUM(a, b) ((a)", "#  define SUM(a, b) \\\n    ((a)"),
         ("csrc/a-b/a.cuh", "template <int kN>", "\n\ntemplate<int kN>\n"),
-        ("csrc/a-b/a.cuh", "f(float* x)", "f(\n        float *x)"),
-        ("csrc/a-b/a.cuh", "(x)::);", "(x) : :);"),
         ("flash_ext/b.py", "# Why.", ""),
-        ("flash_ext/b.py", '"""A module."""', ""),
         ("flash_ext/b.py", "A function.", "It's a function,\n    of x.\n    "),
-        ("flash_ext/b.py", '\n"""What x is."""', ""),
         ("flash_ext/b.py", "x: int, y=(1, 2)", "\n    x: int,\n    y=((1, 2,)),\n"),
-        ("flash_ext/b.py", '"# b"', "('# b')"),
     ],
 )
 def test_how_it_reads_leaves_it(tree: Path, name: str, old: str, new: str) -> None:
@@ -79,21 +70,14 @@ def test_how_it_reads_leaves_it(tree: Path, name: str, old: str, new: str) -> No
     ("name", "old", "new"),
     [
         ("csrc/a-b/a.cuh", "1'000", "1'001"),
-        ("csrc/a-b/a.cuh", "wait // 0;", "wait // 1;"),
         ("csrc/a-b/a.cuh", "wait // 0;", "wait  // 0;"),
         ("csrc/a-b/a.cuh", "/* kept */", ""),
-        ("csrc/a-b/a.cuh", '"//" )x', '"/" )x'),
         ("csrc/a-b/a.cuh", "SUM(a, b)", "SUM (a, b)"),
         ("csrc/a-b/a.cuh", '#include "a.h"\n\n', '#include "a.h" '),
-        ("csrc/a-b/a.cuh", "x[1]++ + x[2]", "x[1] + ++x[2]"),
         ("csrc/a-b/a.cuh", "if (x", "// if (x"),
         ("flash_ext/b.py", "x + 1", "x + 2"),
-        ("flash_ext/b.py", "x:>", "x:<"),
         ("flash_ext/b.py", "} a", "}  a"),
-        ("flash_ext/b.py", "# b", "# c"),
         ("flash_ext/b.py", "x: int", "x: bool"),
-        ("flash_ext/b.py", "(1, 2)", "(1, 2.0)"),
-        ("flash_ext/b.py", "x = 1", "# x = 1"),
         ("setup.py", "import os", "import re"),
     ],
 )
@@ -121,15 +105,3 @@ def test_which_files_count(tree: Path) -> None:
     assert source_digest(tree) == before
     (tree / "csrc/a-b/a.cuh").rename(tree / "csrc/a-b/b.cuh")
     assert source_digest(tree) != before
-
-
-def test_the_command_prints_it() -> None:
-    """Without torch too: in isolated mode Python sees no installed package."""
-    script = gpu_test_report.HERE.parent / "benchmarks/digest.py"
-
-    def printed(*names: str) -> str:
-        command = [sys.executable, "-S", str(script), *names]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-    assert printed() == f"kernels {kernel_digest()}\npackage {source_digest()}\n"
-    assert printed("kernels") == f"{kernel_digest()}\n"

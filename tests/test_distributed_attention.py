@@ -207,10 +207,10 @@ def check_benchmark(ranks: int, device: str) -> None:
     benchmark.WARM_UP, benchmark.FEWEST_ROUNDS = 0, 1
     small = ["--device", device, "--lengths", "32", "--seconds", "0.1", "--methods"]
     for given in (["all_gather", "ring", "ulysses"], ["all_gather", "--documents"]):
-        stored: list[int] = []
+        stored: list[Any] = []
         args = benchmark.parse([*small, *given])
-        found = benchmark.work(args, lambda results, stored=stored: stored.append(len(results)))
-        assert stored == ([*range(1, len(found) + 1)] if dist.get_rank() == 0 else [])
+        found = benchmark.work(args, stored.append)
+        assert stored == (found if dist.get_rank() == 0 else [])
         for result in found:
             assert "error" not in result, result
             for name in ("forward", "backward"):
@@ -242,23 +242,22 @@ def check_benchmark(ranks: int, device: str) -> None:
 def test_benchmark_results_are_kept(tmp_path: Path) -> None:
     """Each is in the file at once; a later run replaces what it measures, and nothing else."""
     import distributed as benchmark
+    import results
 
     def result(provider: str, rows: int, ms: float) -> dict[str, Any]:
         cell = {"kind": "causal", "rows": rows, "ranks": 2, "heads_q": 2, "heads_k": 2, "dim": 8}
         forward = {"ms": ms, "kernels_ms": ms, "share": 1.0}
         return cell | {"provider": provider, "forward": forward}
 
-    import results
-
     path = tmp_path / "distributed.jsonl"
     args = benchmark.parse(["--device", "cpu", "--out", str(path)])
-    first, second = result("ring zigzag", 64, 1.0), result("ulysses zigzag", 64, 2.0)
-    file = benchmark.Results(args)
-    file.write([first])
-    file.write([first, second])
+    setup = benchmark.common.describe_setup(torch.device("cpu"))
+    second = result("ulysses zigzag", 64, 2.0)
     again, other = result("ring zigzag", 64, 3.0), result("ring zigzag", 128, 4.0)
-    benchmark.Results(args).write([again])
-    benchmark.Results(args).write([again, other])
+    for run in ((result("ring zigzag", 64, 1.0), second), (again, other)):
+        recorder = results.Recorder("distributed", setup, args)
+        for one in run:
+            benchmark.store_in(recorder, one)
     found = [line["cell"] | line["result"] for line in results.read(path)]
     assert found == [again, second, other]
 

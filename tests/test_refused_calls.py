@@ -83,9 +83,9 @@ def test_errors_and_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    few = ("--rounds", "1", "--only", "deterministic", "--d", "128")
+    few = ("--rounds", "1", "--only", "mix", "--d", "128")
     result = results_of(options.main, tmp_path / "o", monkeypatch, *few)
-    assert result and all(cell["results"] == {} for cell in result)
+    assert {cell["direction"] for cell in result} <= {"forward"}
 
 
 def test_no_room_for_the_exact_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

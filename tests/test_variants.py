@@ -196,7 +196,7 @@ def test_gradients_of_out_that_fa3_cannot_address(what: str, variant: str) -> No
 def test_more_key_tiles_than_can_be_counted(variant: str) -> None:
     """2^24 and more of 64 keys, which only the backward pass counts."""
     q = some(1, 1, 1, 64).expand(4096, -1, -1, -1)
-    k = some(1, 64 * 4095, 1, 64).expand(4096, -1, -1, -1)
+    k = some(1, 64 * 4096, 1, 64).expand(4096, -1, -1, -1)
     explanation = flash_ext.explain(q, k, k, variant=variant)
     assert explanation.backward == "fa2" and "2^24 tiles" in explanation.why_backward
     explanation = flash_ext.explain(q[1:], k[1:], k[1:], variant=variant)

@@ -11,22 +11,11 @@ from cells import FP8_DIMS, GRID, SEQLENS, SOURCES, fp8_cells, is_plain, on_grid
 from common import Json
 from fp8_providers import FP8, FP8_PROVIDERS
 from providers import BEST, LABELS
-from ratios import best_of_peers, geometric_mean, ratio_spread, ratios, recorded_note
+from ratios import best_of_peers, fastest, geometric_mean, ratio_spread, ratios
 
 import flash_ext
 
-from .tables import (
-    NO,
-    Entry,
-    has_grid,
-    load,
-    mask_of,
-    pivot,
-    provenance,
-    select,
-    speeds,
-    table,
-)
+from .tables import NO, Entry, has_grid, load, mask_of, pivot, provenance, select, speeds, table
 
 BOTH = ("forward", "backward")
 PACKAGES = ("flash_attn_4", "flash_attn_3", "flash_attn_2")
@@ -55,10 +44,9 @@ def words_of(folder: Path, direction: str) -> str:
         if found := has_grid(folder, direction, "fa3", peer):
             values = ratios(found, "fa3", peer)
             fastest = max(c["providers"]["fa3"]["tflops"] for c in found)
-            note = recorded_note(found, "fa3", peer)
             return (
                 f"{direction} {geometric_mean(values):.2f}× the speed of {label} (geometric mean of"
-                f" {len(values)} shapes{note}), up to {fastest:.0f} TFLOP/s"
+                f" {len(values)} shapes), up to {fastest:.0f} TFLOP/s"
             )
     return ""
 
@@ -81,9 +69,8 @@ def grid_table(folder: Path) -> str:
 
 def ours_and_best(cell: Json) -> tuple[Json, Json | None] | None:
     """Our fastest variant in a cell and the fastest peer that ran it."""
-    ours = [r | {"of": n} for n, r in cell["providers"].items()
-            if n in flash_ext.VARIANTS and "ms" in r]  # fmt: skip
-    return (min(ours, key=lambda r: r["ms"]), best_of_peers(cell)) if ours else None
+    ours = fastest(cell, flash_ext.VARIANTS)
+    return (ours, best_of_peers(cell)) if ours else None
 
 
 def models_table(folder: Path) -> str:
@@ -169,8 +156,7 @@ def speed_table(cells: list[Json]) -> str:
                 r = c["providers"].get(name, {})
                 if "ms" in r:
                     line = f"{d} {'causal' if causal else 'full'}", LABELS[name]
-                    text = f"{r['tflops']:.0f}" + " r" * ("recorded" in r)
-                    yield line, f"S {c['seqlen']}", text
+                    yield line, f"S {c['seqlen']}", f"{r['tflops']:.0f}"
 
     return pivot(["d, mask", ""], entries(), (f"S {s}" for s in SEQLENS))
 
@@ -235,18 +221,15 @@ def neighbors_table(cells: list[Json]) -> str:
     return table(head, rows, words=2)
 
 
-def best_note(cells: list[Json], folder: Path) -> str:
-    """What "best peer" means, and where not all of it was measured here; "" if none is."""
-    found = [c["providers"][BEST] for c in cells if BEST in c["providers"]]
-    if not found:
+def best_note(cells: list[Json]) -> str:
+    """What "best peer" means; "" if there is none."""
+    if not any(BEST in c["providers"] for c in cells):
         return ""
-    recorded = sum("recorded" in r for r in found)
     versions = {c["setup"]["flash_attn_4"] for c in cells if "flash_attn_4" in c["setup"]}
-    note = "The best peer is the faster of SDPA cuDNN and flash-attn 4 in a cell"
-    if recorded:
-        return (f"{note}; in {recorded} of {len(found)} cells, marked r, flash-attn 4 by a recorded"
-                f" ratio over cuDNN ({folder.name}/recorded_peers.json).")  # fmt: skip
-    return f"{note}, both measured in the same process; flash-attn 4 is {', '.join(versions)}."
+    return (
+        "The best peer is the faster of SDPA cuDNN and flash-attn 4 in a cell, both measured in the"
+        f" same process; flash-attn 4 is {', '.join(versions)}."
+    )
 
 
 def host_table(rows: list[Json]) -> str:
@@ -276,7 +259,7 @@ def speed_section(folder: Path) -> Iterator[str]:
     )
     yield ratio_table(cells)
     yield spread_note(cells)
-    yield best_note(cells, folder)
+    yield best_note(cells)
     for direction in BOTH:
         yield f"{direction.capitalize()}, TFLOP/s:"
         yield speed_table(select(cells, direction=direction, dtype="bf16"))

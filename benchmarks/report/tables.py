@@ -61,8 +61,7 @@ def load(subject: str, folder: Path) -> list[Json]:
 
 def speeds(folder: Path) -> list[Json]:
     """The rows of compare.py, with the best peer of each."""
-    recorded = common.read_json(folder / "recorded_peers.json")
-    return with_best(load("compare", folder), recorded)
+    return [with_best(cell) for cell in load("compare", folder)]
 
 
 def provenance(rows: list[Json], subject: str = "") -> str:

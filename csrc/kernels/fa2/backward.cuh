@@ -29,6 +29,10 @@ namespace flash_ext {
 // The order in which KV tiles add their dQ to a Q tile, in deterministic mode.
 template <class Tile>
 struct DQSemaphore {
+    // The wait comes after the matmul of dQ: before it, its branch would prevent the compiler from
+    // overlapping that matmul with the previous one. If that would spill, it comes first.
+    static constexpr bool kWaitFirst = Tile::kHeadDim == 64 || Tile::kHeadDim > 128;
+
     const BackwardParams& params;
     const Tile& cta;
     int kv_tile;
@@ -62,21 +66,26 @@ struct DQSemaphore {
     }
 };
 
+// This CTA's. In deterministic mode CTAs take them in the order in which they start, so that those
+// that a CTA waits for are running.
+FLASH_DEVICE int work_index(const BackwardParams& params, int& shared) {
+    int index = blockIdx.x;
+    if (params.deterministic) {
+        if (threadIdx.x == 0) shared = atomicAdd(params.dq_semaphore, 1);
+        __syncthreads();  // the work index has been fetched
+        index = ptx::warp_uniform(shared);
+    }
+    return index;
+}
+
 template <class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
     fa2_backward_kernel(const __grid_constant__ BackwardParams params) {
     if (!may_run<Tile>()) return __trap();
-    // The wait comes after the matmul of dQ: before it, its branch would prevent the compiler from
-    // overlapping that matmul with the previous one. Where that would spill, it comes first.
-    constexpr bool kWaitFirst = Tile::kHeadDim == 64 || Tile::kHeadDim > 128;
+    constexpr bool kWaitFirst = DQSemaphore<Tile>::kWaitFirst;
     auto& storage = shared_storage<typename Tile::SharedStorage>();
-    int linear = blockIdx.x;
-    if (params.deterministic) {
-        if (threadIdx.x == 0) storage.work_index = atomicAdd(params.dq_semaphore, 1);
-        __syncthreads();  // the work index has been fetched
-        linear = ptx::warp_uniform(storage.work_index);
-    }
-    const WorkTile work = work_tile(linear, params.schedule);  // ascending KV tiles: longest first
+    // Ascending KV tiles: longest first.
+    const WorkTile work = work_tile(work_index(params, storage.work_index), params.schedule);
     const auto [sequence, kv_tile] = warp_uniform<true>(tile_of<Tile::kMayBeVarlen, Rows::kKeys>(
         params, work.batch, work.tile_index, Tile::kBlockKV));
     const Tile cta(params, sequence, work.head);
