@@ -10,21 +10,7 @@ Beside the binary goes flash_ext/_C.json: its version, source digest, targets, C
 checksum, which flash_ext.explain shows. The version itself is in flash_ext/__init__.py and nowhere
 else. An sdist has the same bytes on every machine, with and without nvcc and torch.
 
-Environment variables:
-  FLASH_EXT_SKIP_CUDA=1   install without the CUDA kernels
-  FLASH_EXT_CUDA_ARCHS    targets ("+PTX" adds PTX for later GPUs); default: what the GPUs here run,
-                          "90a" for Hopper and "80+PTX" for others; without a GPU, and for wheels,
-                          "80+PTX;90a"
-  FLASH_EXT_LINEINFO=1    source lines in the binary, for profilers: twice its size, longer build
-  FLASH_EXT_PORTABLE=1    link for manylinux_2_28, whatever this system's glibc: for wheels
-  FLASH_EXT_LIBRARY       a flash_ext/_C.abi3.so that exists: it is packaged, nothing is compiled
-  FLASH_EXT_STRICT=1      a kernel that spills registers, uses local memory, ... fails the build (as
-                          with `make`); otherwise it is a warning, and python -m flash_ext names it.
-                          So does any warning of a compiler
-  CUDA_HOME               the CUDA toolkit; if set, no other is tried, and it must be one
-  PYTORCH_NVCC            compiler command in place of CUDA_HOME/bin/nvcc, e.g. "ccache nvcc"
-  MAX_JOBS, NVCC_THREADS  files compiled at once (default: cores), targets of a file at once
-                          (default: 1 of fewer than 16 files, otherwise 2)
+docs/install.md has the environment variables that change a build.
 """
 
 import gzip
@@ -53,30 +39,26 @@ BUILDS = {"build", "build_ext", "build_py", "bdist_wheel", "editable_wheel", "in
 STABLE_ABI = "0x020b000000000000"  # torch 2.11, the oldest that the binary must load under
 # Designated initializers leave out what has a default. -Wrestrict is about GCC 12's own string.
 WARNINGS = ("-Wall", "-Wextra", "-Wno-missing-field-initializers", "-Wno-restrict")
+# As in torch's own extensions: half precision has no implicit conversions.
+NO_CONVERSIONS = "HALF_OPERATORS", "HALF_CONVERSIONS", "BFLOAT16_CONVERSIONS", "HALF2_OPERATORS"
 # 12.5 has cudaGetDriverEntryPointByVersion. Up to 12.8 ptxas serializes the matmuls of fa3
 # (docs/notes/024-nvcc-versions.md).
 OLDEST_NVCC = {"80": (12, 5), "90a": (12, 9)}
 
 
 def find_cuda_home() -> Path | None:
-    """The CUDA toolkit: $CUDA_HOME, or that of the nvcc on PATH, or /usr/local/cuda.
+    """The CUDA toolkit: $CUDA_HOME, or the home of the nvcc on PATH, or /usr/local/cuda.
 
     A toolkit needs bin/nvcc and the headers. The nvcc on PATH may be a script or a link in a folder
     without headers, so nvcc itself is asked for its home.
     """
-    candidates = []
     given = os.environ.get("CUDA_HOME")
-    if given:
-        candidates = [Path(given).absolute()]
-    else:
-        if nvcc := shutil.which("nvcc"):
-            dryrun = subprocess.run(
-                [nvcc, "--dryrun", "-E", "-x", "cu", "/dev/null"], capture_output=True, text=True
-            )
-            if home := re.search(r"^#\$ _HERE_=(.+)/bin$", dryrun.stderr, re.MULTILINE):
-                candidates.append(Path(home[1]))
-            candidates.append(Path(nvcc).resolve().parent.parent)
-        candidates.append(Path("/usr/local/cuda"))
+    candidates = [Path(given).absolute()] if given else [Path("/usr/local/cuda")]
+    if not given and (nvcc := shutil.which("nvcc")):
+        dryrun = [nvcc, "--dryrun", "-E", "-x", "cu", "/dev/null"]
+        said = subprocess.run(dryrun, capture_output=True, text=True).stderr
+        if home := re.search(r"^#\$ _HERE_=(.+)/bin$", said, re.MULTILINE):
+            candidates.insert(0, Path(home[1]))
     for home in candidates:
         if (home / "bin/nvcc").is_file() and cuda_folders(home, "include/cuda_runtime.h"):
             return home
@@ -89,7 +71,7 @@ def find_cuda_home() -> Path | None:
 
 
 def cuda_folders(home: Path, name: str) -> list[Path]:
-    """Where a toolkit has a header or library: at its top, or, as of conda, in that of a target."""
+    """Where a toolkit has a header or library: at its top, or, in conda's, in a target's folder."""
     targets = (home / "targets").glob(f"{platform.machine()}-linux")
     return [top / name for top in (home, *targets) if (top / name).exists()]
 
@@ -109,7 +91,7 @@ def gencode_flags(archs: str) -> list[str]:
 def targets_of(torch, portable: bool) -> str:
     """The default of FLASH_EXT_CUDA_ARCHS: what the GPUs here run, as torch's own extensions do.
 
-    A build for one of the two takes a fifth less of the time, or three quarters. Without a GPU, and
+    A build for one of the two is faster by a fifth, or by three quarters. Without a GPU, and
     for a wheel, which is for other machines, it is both.
     """
     gpus = [] if portable else range(torch.cuda.device_count())
@@ -137,7 +119,7 @@ def find_files(*patterns: str) -> list[str]:
 
 
 def host_source() -> str:
-    """All C++ files in one: most of what each of them takes is reading torch's headers."""
+    """All C++ files in one: most of the time of each is reading torch's headers."""
     file = ROOT / "build/host.cpp"
     parts = find_files("csrc/api/*.cpp", "csrc/plan/*.cpp")
     text = "".join(f'#include "{part.removeprefix("csrc/")}"\n' for part in parts)
@@ -147,31 +129,10 @@ def host_source() -> str:
     return str(file.relative_to(ROOT))
 
 
-def run_ninja(build_directory: str, *_: object, **__: object) -> None:
-    """Stands in for torch's, which shows 2,000 characters a file and ends in a traceback.
-
-    setuptools sorts the files by name. In reverse those that take the longest, FA3's and FA2's, are
-    among the first, and the host's, which takes nine seconds, is the last.
-    """
-    ninja_file = Path(build_directory, "build.ninja")
-    text = ninja_file.read_text()
-    files = re.findall(r"^build .+: (?:cuda_)?compile .+\n", text, re.MULTILINE)
-    text = text.replace("".join(files), "".join(reversed(files)))
-    for rule, tool in ("compile", "c++"), ("cuda_compile", "nvcc"):
-        text = text.replace(f"rule {rule}\n", f"rule {rule}\n  description = {tool} $in\n")
-    ninja_file.write_text(text)
-    sys.stdout.flush()
-    ninja = subprocess.run(["ninja", "-j", os.environ["MAX_JOBS"]], cwd=build_directory)
-    if ninja.returncode != 0:
-        sys.exit("flash_ext: the CUDA kernels did not compile, see above")
-
-
-def cuda_options(cuda_home: Path) -> dict:
-    """The arguments of setup() that add the extension."""
-    os.environ["CUDA_HOME"] = str(cuda_home)  # otherwise torch looks for it, and warns
+def check_torch():
+    """The torch of this environment, whose headers and libraries the build needs."""
     try:
         import torch
-        from torch.utils import cpp_extension as cpp
     except ImportError:
         sys.exit(
             "flash_ext: building the CUDA kernels needs the torch of your environment; use:"
@@ -180,134 +141,182 @@ def cuda_options(cuda_home: Path) -> dict:
     version = re.match(r"(\d+)\.(\d+)", torch.__version__)
     if version is None or tuple(map(int, version.groups())) < (2, 11):
         sys.exit(f"flash_ext: torch must be 2.11 or newer, got {torch.__version__}")
-    if not shutil.which("ninja"):  # pip put it next to a Python that was called by its path
-        folders = Path(sys.executable).parent, sysconfig.get_path("scripts", "posix_user")
-        os.environ["PATH"] = os.pathsep.join([os.environ["PATH"], *map(str, folders)])
-    if not cpp.is_ninja_available():
-        sys.exit("flash_ext: building the CUDA kernels needs ninja; use: pip install ninja")
+    return torch
 
-    # A CPU-only torch ignores CUDA_HOME, and without torch.version.cuda nvcc gets no depfiles. The
-    # binary carries its own CUDA runtime, so the version that torch was built with does not matter,
-    # and torch's check is given nvcc's version.
-    nvcc = str(cuda_home / "bin/nvcc")
+
+def find_ninja() -> str:
+    # pip puts it next to a Python, which may have been called by its path.
+    folders = Path(sys.executable).parent, sysconfig.get_path("scripts", "posix_user")
+    path = os.pathsep.join([os.environ.get("PATH", os.defpath), *map(str, folders)])
+    if ninja := shutil.which("ninja", path=path):
+        return ninja
+    sys.exit("flash_ext: building the CUDA kernels needs ninja; use: pip install ninja")
+
+
+def nvcc_release(nvcc: str, archs: str) -> str:
+    """The CUDA release of nvcc, for example "13.0", if it can compile for these targets."""
     try:
         said = subprocess.check_output([nvcc, "--version"], text=True)
     except (OSError, subprocess.CalledProcessError) as error:
         sys.exit(f"flash_ext: {nvcc} does not run: {error}")
     release = re.search(r"release (\d+\.\d+)", said)
-    portable = os.environ.get("FLASH_EXT_PORTABLE") == "1"
-    archs = os.environ.get("FLASH_EXT_CUDA_ARCHS") or targets_of(torch, portable)
     if release and (why := too_old(release[1], archs)):
         sys.exit(f"flash_ext: {nvcc} is of CUDA {release[1]}, and {why}")
-    cpp.CUDA_HOME = str(cuda_home)
-    torch.version.cuda = release[1] if release else "13.0"
-    compiler = os.environ.get("PYTORCH_NVCC", shlex.quote(nvcc))
-    guard = shlex.join([sys.executable, str(ROOT / "csrc/build/nvcc_strict.py")])
-    os.environ["PYTORCH_NVCC"] = f"{guard} {compiler}"
+    return release[1] if release else "13.0"
+
+
+def common_flags(archs: str) -> list[str]:
+    flags = ["-std=c++20", "-DUSE_CUDA", f"-DTORCH_TARGET_VERSION={STABLE_ABI}", "-Icsrc"]
+    if "90a" in archs:
+        flags.append("-DFLASH_EXT_SM90A")  # fa3's kernels are there
+    if "90" in archs:
+        flags.append("-DFLASH_EXT_SM90")  # other kernels have code for Hopper's shared memory
+    return flags
+
+
+def nvcc_flags(archs: str, release: str, portable: bool, jobs: int) -> list[str]:
+    # Older toolkits cannot choose. "size" is slower, and gives wheels a fifth of the size.
+    mode = "size" if portable else "balance"
+    return [
+        *common_flags(archs),
+        *gencode_flags(archs),
+        *([f"--compress-mode={mode}"] if float(release) >= 13 else []),
+        *(["-lineinfo"] if os.environ.get("FLASH_EXT_LINEINFO") == "1" else []),
+        *(["-ccbin", os.environ["CC"]] if "CC" in os.environ else []),
+        *(f"-D__CUDA_NO_{name}__" for name in NO_CONVERSIONS),
+        "--expt-relaxed-constexpr",
+        "-Xptxas=-v,-warn-spills,-warn-lmem-usage",
+        # The host's part; nvcc optimizes kernels by itself.
+        f"-Xcompiler=-O1,-fPIC,-fvisibility=hidden,{','.join(WARNINGS)}",
+        # With few jobs two targets of a file at a time only take turns.
+        f"--threads={os.environ.get('NVCC_THREADS') or (1 if jobs < 16 else 2)}",
+    ]
+
+
+def host_flags(archs: str, torch_home: Path, cuda_home: Path, strict: bool) -> list[str]:
+    torch_headers = torch_home / "include", torch_home / "include/torch/csrc/api/include"
+    return [
+        *common_flags(archs),
+        *("-O3", "-DNDEBUG", "-fPIC", "-fvisibility=hidden"),
+        f'-DFLASH_EXT_TARGETS="{archs}"',
+        *WARNINGS,
+        *(["-Werror"] if strict else []),
+        *(f"-I{path}" for path in cuda_folders(cuda_home, "include")),
+        *(f"-isystem{path}" for path in torch_headers),  # without its warnings
+    ]
+
+
+def link_flags(torch_home: Path, cuda_home: Path) -> list[str]:
+    """The libraries, and what makes of the objects one that is stripped: half as large.
+
+    libtorch.so pulls in libtorch_cuda.so, which holds the current-stream shim. That is a weak
+    symbol here, so the linker would see no need for libtorch.so.
+    """
+    cuda = [path for name in ("lib64", "lib") for path in cuda_folders(cuda_home, name)]
+    return [
+        *(f"-L{path}" for path in (torch_home / "lib", *cuda)),
+        *(f"-l{name}" for name in ("torch_cpu", "cudart_static", "rt", "dl", "pthread")),
+        *("-s", "-Wl,--exclude-libs,ALL,--no-as-needed", "-ltorch", "-Wl,--as-needed"),
+    ]
+
+
+NINJA = """\
+builddir = {folder}
+rule compile
+  command = $tool -MD -MF $out.d -c $in -o $out
+  description = $in
+  depfile = $out.d
+  deps = gcc
+rule link
+  command = {cxx} -shared $in -o $out {link}
+  description = $out
+build {folder}/_C.abi3.so: link {objects}
+"""
+
+
+def compile_and_link(folder: Path, nvcc: list[str], host: list[str], link: list[str]) -> list[Path]:
+    """Builds folder/_C.abi3.so by ninja: what changed. Returns the objects of all files."""
+
+    def command(words: list[str]) -> str:
+        return shlex.join(words).replace("$", "$$")
+
+    def path(name: Path) -> str:
+        return re.sub(r"([$ :])", r"$\1", str(name))
+
+    # In this order the files that take longest, FA3's and FA2's, are among the first.
+    sources = [*reversed(find_files("csrc/instantiate/*.cu")), host_source()]
+    objects = [(folder / source).with_suffix(".o") for source in sources]
+    cxx = shlex.split(os.environ.get("CXX", "c++"))
+    text = NINJA.format(
+        folder=path(folder),
+        cxx=command(cxx),
+        link=command(link),
+        objects=" ".join(map(path, objects)),
+    )
+    for source, target in zip(sources, objects, strict=True):
+        tool = nvcc if source.endswith(".cu") else [*cxx, *host]
+        text += f"build {path(target)}: compile {source}\n  tool = {command(tool)}\n"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "build.ninja").write_text(text)
+    sys.stdout.flush()
+    ninja = [find_ninja(), "-j", os.environ["MAX_JOBS"], "-f", str(folder / "build.ninja")]
+    status = {"NINJA_STATUS": "[%f/%t, %e s] "} | os.environ
+    if subprocess.run(ninja, cwd=ROOT, env=status).returncode:
+        sys.exit("flash_ext: the CUDA kernels did not compile, see above")
+    return objects
+
+
+def cuda_options(cuda_home: Path) -> dict:
+    """The arguments of setup() that add the extension."""
+    torch = check_torch()
+    nvcc = str(cuda_home / "bin/nvcc")
+    portable = os.environ.get("FLASH_EXT_PORTABLE") == "1"
+    archs = os.environ.get("FLASH_EXT_CUDA_ARCHS") or targets_of(torch, portable)
+    release = nvcc_release(nvcc, archs)
+    if portable and platform.machine() != "x86_64":
+        sys.exit("flash_ext: FLASH_EXT_PORTABLE=1 is for x86-64 alone")
     os.environ["MAX_JOBS"] = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
-    os.environ.setdefault("NINJA_STATUS", "[%f/%t, %e s] ")
+    digests = runpy.run_path(str(ROOT / "benchmarks/digest.py"))
+    manylinux = runpy.run_path(str(ROOT / "distribution/manylinux.py")) if portable else {}
+    strict = runpy.run_path(str(ROOT / "csrc/build/nvcc_strict.py"))
+    compiler = shlex.split(os.environ.get("PYTORCH_NVCC") or shlex.quote(nvcc))
+    guarded = [sys.executable, "csrc/build/nvcc_strict.py", *compiler]
+    torch_home = Path(torch.__file__).parent
+    print(f"flash_ext: compiling for {archs} (FLASH_EXT_CUDA_ARCHS)", flush=True)
 
-    sys.path.insert(0, str(ROOT / "csrc/build"))
-    import nvcc_strict
-
-    cpp._run_ninja_build = run_ninja
-
-    class BuildExtension(Recorded, cpp.BuildExtension):
+    class Compile(Recorded):
         def build_extensions(self) -> None:
-            super().build_extensions()
-            objects = [Path(self.build_temp, source).with_suffix(".o") for source in sources]
-            complaints = nvcc_strict.report(objects, ROOT / "build/ptxas.log")
+            folder = Path(self.build_temp)
+            link = link_flags(torch_home, cuda_home)
+            if portable:
+                link += manylinux["link_flags"](ROOT / "build/manylinux_2_28")
+            objects = compile_and_link(
+                folder,
+                [*guarded, *nvcc_flags(archs, release, portable, int(os.environ["MAX_JOBS"]))],
+                host_flags(archs, torch_home, cuda_home, strict["is_strict"]()),
+                link,
+            )
+            complaints = strict["report"](objects, ROOT / "build/ptxas.log")
             self.record(
+                folder / "_C.abi3.so",
                 digest=digests["source_digest"](ROOT),
                 kernels=digests["kernel_digest"](ROOT),
                 targets=archs,
-                cuda=release[1] if release else None,
+                cuda=release,
                 torch=torch.__version__,
                 platform=manylinux.get("PLATFORM"),
                 slow_kernels=complaints,
             )
-            nvcc_strict.settle(complaints)
+            strict["settle"](complaints)
 
-    digests = runpy.run_path(str(ROOT / "benchmarks/digest.py"))
-    print(f"flash_ext: compiling for {archs} (FLASH_EXT_CUDA_ARCHS)", flush=True)
-    if portable and platform.machine() != "x86_64":
-        sys.exit("flash_ext: FLASH_EXT_PORTABLE=1 is for x86-64 alone")
-    manylinux = runpy.run_path(str(ROOT / "distribution/manylinux.py")) if portable else {}
-
-    # Older toolkits cannot choose. "size" takes longer, and gives wheels a fifth of the size.
-    mode = "size" if portable else "balance"
-    compress = [f"--compress-mode={mode}"] if release and float(release[1]) >= 13 else []
-    common = ["-std=c++20", "-DUSE_CUDA", f"-DTORCH_TARGET_VERSION={STABLE_ABI}"]
-    targets = gencode_flags(archs)
-    if any("sm_90a" in flag for flag in targets):
-        common.append("-DFLASH_EXT_SM90A")  # fa3's kernels are there
-    if any("sm_90" in flag for flag in targets):
-        common.append("-DFLASH_EXT_SM90")  # other kernels have code for Hopper's shared memory
-    # With few jobs two targets of a file at a time only take turns.
-    targets_at_once = 1 if int(os.environ["MAX_JOBS"]) < 16 else 2
-    nvcc_flags = [
-        *common,
-        *targets,
-        *compress,
-        *(["-lineinfo"] if os.environ.get("FLASH_EXT_LINEINFO") == "1" else []),
-        "--expt-relaxed-constexpr",
-        "-Xptxas=-v,-warn-spills,-warn-lmem-usage",
-        # The host's part; nvcc optimizes kernels by itself.
-        f"-Xcompiler=-O1,-fvisibility=hidden,{','.join(WARNINGS)}",
-        f"--threads={os.environ.get('NVCC_THREADS') or targets_at_once}",
-    ]
-    sources = [*find_files("csrc/instantiate/*.cu"), host_source()]
-    extension = Extension(
-        "flash_ext._C",
-        sources,
-        depends=find_files(
-            *("csrc/**/*.h", "csrc/**/*.cuh", "csrc/**/*.cpp"),
-            *("csrc/build/*.py", "distribution/manylinux.py"),
-        ),
-        language="c++",
-        py_limited_api=True,
-        include_dirs=[
-            str(ROOT / "csrc"),
-            *map(str, cuda_folders(cuda_home, "include")),
-        ],
-        library_dirs=[
-            *cpp.library_paths("cuda"),
-            *(str(path) for name in ("lib64", "lib") for path in cuda_folders(cuda_home, name)),
-        ],
-        libraries=["torch_cpu", "cudart_static", "rt", "dl", "pthread"],
-        extra_compile_args={
-            # Python's own flags may have -g, which costs over a quarter of the time.
-            "cxx": [
-                *common,
-                "-O3",
-                "-g0",
-                f'-DFLASH_EXT_TARGETS="{archs}"',
-                *WARNINGS,
-                *(["-Werror"] if nvcc_strict.is_strict() else []),
-                *(f"-isystem{path}" for path in cpp.include_paths("cpu")),  # without its warnings
-                "-fvisibility=hidden",
-            ],
-            "nvcc": nvcc_flags,
-        },
-        # libtorch.so pulls in libtorch_cuda.so, which holds the current-stream shim. That is a weak
-        # symbol here, so the linker would see no need for libtorch.so.
-        # Stripped, it is half as large.
-        extra_link_args=[
-            "-s",
-            "-Wl,--exclude-libs,ALL,--no-as-needed",
-            "-ltorch",
-            "-Wl,--as-needed",
-            *(manylinux["link_flags"](ROOT / "build/manylinux_2_28") if portable else []),
-        ],
-    )
-    return extension_options(extension, BuildExtension)
+    return extension_options(Compile)
 
 
-def extension_options(extension: Extension, command: type) -> dict:
+def extension_options(command: type) -> dict:
     """A wheel for every Python, except that those without the GIL refuse such wheels."""
     tag = {} if sysconfig.get_config_var("Py_GIL_DISABLED") else {"py_limited_api": "cp310"}
     return {
-        "ext_modules": [extension],
+        "ext_modules": [Extension("flash_ext._C", [], py_limited_api=True)],
         "cmdclass": {"build_ext": command, "build_py": BuildPy, "sdist": Sdist},
         "options": {"bdist_wheel": tag},
     }
@@ -322,33 +331,29 @@ def library_options(library: Path) -> dict:
     if known and known["sha256"] != checksum(library):
         sys.exit(f"flash_ext: {beside} is not of {library}: the checksums differ")
 
-    class CopyLibrary(Recorded, build_ext):
+    class CopyLibrary(Recorded):
         def build_extensions(self) -> None:
-            target = self.binary()
-            target.parent.mkdir(parents=True, exist_ok=True)
-            if not (target.exists() and target.samefile(library)):
-                shutil.copy(library, target)
             names = "digest", "kernels", "targets", "cuda", "torch", "platform", "slow_kernels"
-            self.record(**{name: known.get(name) for name in names})
+            self.record(library, **{name: known.get(name) for name in names})
 
-    return extension_options(Extension("flash_ext._C", [], py_limited_api=True), CopyLibrary)
+    return extension_options(CopyLibrary)
 
 
 def checksum(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
-class Recorded:
-    """A build_ext that writes what it knows of the binary beside it."""
+class Recorded(build_ext):
+    """Installs a binary, and writes its record beside it."""
 
     def get_ext_filename(self, name: str) -> str:
         return str(Path(*name.split("."))) + ".abi3.so"  # whatever Python: it is no module
 
-    def binary(self) -> Path:
-        return Path(self.get_ext_fullpath("flash_ext._C"))
-
-    def record(self, **facts: object) -> None:
-        binary = self.binary()
+    def record(self, library: Path, **facts: object) -> None:
+        binary = Path(self.get_ext_fullpath("flash_ext._C"))
+        binary.parent.mkdir(parents=True, exist_ok=True)
+        if not (binary.exists() and binary.samefile(library)):
+            shutil.copy(library, binary)
         facts = {"version": self.distribution.get_version()} | facts
         facts |= {"bytes": binary.stat().st_size, "sha256": checksum(binary)}
         binary.with_name(RECORD).write_text(json.dumps(facts, indent=1) + "\n")
@@ -366,9 +371,6 @@ class Sdist(sdist):
         super().run()
 
     def make_archive(self, base_name, format, root_dir=None, base_dir=None, *_, **__):
-        if format != "gztar":
-            return super().make_archive(base_name, format, root_dir, base_dir, *_, **__)
-
         def same_everywhere(entry: tarfile.TarInfo) -> tarfile.TarInfo:
             entry.uid = entry.gid = entry.mtime = 0
             entry.uname = entry.gname = ""
@@ -378,12 +380,10 @@ class Sdist(sdist):
         path = Path(f"{base_name}.tar.gz")
         path.parent.mkdir(parents=True, exist_ok=True)
         with (
-            path.open("wb") as file,
-            gzip.GzipFile("", "wb", 9, file, mtime=0) as compressed,
-            tarfile.open(fileobj=compressed, mode="w", format=tarfile.PAX_FORMAT) as archive,
+            gzip.GzipFile("", "wb", mtime=0, fileobj=path.open("wb")) as compressed,
+            tarfile.open(fileobj=compressed, mode="w") as archive,
         ):
-            for entry in [Path(base_dir), *sorted(Path(base_dir).rglob("*"))]:
-                archive.add(entry, recursive=False, filter=same_everywhere)
+            archive.add(base_dir, filter=same_everywhere)  # sorted by name
         return str(path)
 
 

@@ -23,7 +23,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from make_wheel import BINARY, DIST, RECORD, ROOT, version, wheel_path
+from artifacts import BINARY, DIST, RECORD, ROOT, version, wheel_path
 
 HUB = DIST / "hub"
 NAME = "flash-ext"
@@ -103,7 +103,7 @@ def make(package: Path, record: dict[str, Any], folder: Path) -> None:
 
 
 def complaints(folder: Path) -> list[str]:
-    """What is wrong with a layout: files that are not those of the checksums."""
+    """The errors of a layout: files whose checksums are others."""
     found = []
     for variant in sorted(folder.glob("build/*")):
         listed = json.loads((variant / "metadata.json").read_text())["digest"]["files"]
@@ -118,7 +118,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--check", action="store_true", help="only check what is in dist/hub")
+    parser.add_argument("--check", action="store_true", help="only check dist/hub")
     args = parser.parse_args()
     if not args.check:
         if not wheel_path().is_file():

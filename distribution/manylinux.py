@@ -1,7 +1,7 @@
 """Links against the symbols of manylinux_2_28, on a system that has newer ones.
 
 A library asks at load time for the versions of symbols that it was linked with: with a newer glibc
-or libstdc++ than that of manylinux_2_28 it does not load on older systems. So `link_flags` makes
+or libstdc++ than manylinux_2_28 has it does not load on older systems. So `link_flags` makes
 stand-ins for the system's libraries. They hold no code, only the symbols that existed then, each
 with the version it had then; the linker sees these in place of the real ones. The little of
 libstdc++ that is newer (constructors of string streams) is linked statically and hidden, as in

@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--k", **shape, help="keys; default: as q")
     add("--v", **shape, help="values; default: as k")
     add("--dtype", default="bfloat16", choices=_DTYPES, help="with int8 v is float8_e4m3fn")
-    add("--device", type=usable_device, help="default: cuda where there is a GPU, else cpu")
+    add("--device", type=usable_device, help="default: cuda if there is a GPU, else cpu")
     window: dict[str, Any] = {"type": int, "nargs": 2, "metavar": ("LEFT", "RIGHT")}
     add("--window", default=(-1, -1), **window, help="keys that a query sees before and after it;"
         " -1: all")  # fmt: skip
@@ -85,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _facts() -> Iterator[tuple[str, str]]:
-    """Names and values of what is installed here."""
+    """Names and values of this installation."""
     yield "flash_ext", __version__
     cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
     yield "torch", f"{torch.__version__}, {cuda}"

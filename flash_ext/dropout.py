@@ -58,7 +58,7 @@ def keep_tile(
     """The part of `keep_mask` for the given half-open ranges of rows and columns."""
     device = rng_state.device
     (i0, i1), (j0, j1) = rows, columns
-    # Whole 16 × 16 tiles first; what is outside the ranges is cut off at the end.
+    # Whole 16 × 16 tiles first; the rest outside the ranges is cut off at the end.
     tile_i0, tile_j0 = i0 // 16, j0 // 16
     tiles_i, tiles_j = -(-i1 // 16) - tile_i0, -(-j1 // 16) - tile_j0
 

@@ -23,16 +23,16 @@ class Explanation:
     """What `explain` found. `str()` of it is a readable text."""
 
     variant: str | None
-    """The variant that `attention` runs, or None where it raises."""
+    """The variant that `attention` runs, or None if it raises."""
 
     reasons: dict[str, str | None]
     """For every variant, and an unknown one that was requested: None if it runs, or why not."""
 
     backward: str | None
-    """The variant whose kernels compute the gradients, or None where none can."""
+    """The variant whose kernels compute the gradients, or None if none can."""
 
     why_backward: str | None
-    """Why those are not the kernels of `variant`, or None where they are."""
+    """Why those are not the kernels of `variant`, or None if they are."""
 
     device: str
     """Where the inputs are, for example "cuda:0 (NVIDIA H200)"."""
@@ -44,7 +44,7 @@ class Explanation:
     """Which GPU code the CUDA kernels hold, their CUDA and source; None without them."""
 
     layout: str | None = None
-    """Why q, k and v look as if heads and sequence were swapped, or None where they do not."""
+    """Why q, k and v look as if heads and sequence were swapped, or None if they do not."""
 
     def __str__(self) -> str:
         build = f" ({self.build})" if self.build else ""
@@ -85,7 +85,7 @@ _MOST_HEADS = 128
 
 
 def _swapped(q: Tensor, k: Tensor, v: Tensor, runs: bool, options: dict[str, Any]) -> str | None:
-    """Why the tensors look like (B, H, S, D), which is SDPA's layout; None where they do not.
+    """Why the tensors look like (B, H, S, D), which is SDPA's layout; None if they do not.
 
     Both layouts pass most checks. Swapped tensors have more heads than queries and keys, but so do
     some correct calls. So there must be more heads than any model has, or a call that does not run

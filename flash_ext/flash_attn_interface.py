@@ -4,7 +4,7 @@
 
 (`flash_ext.flash_attn.flash_attn_interface` is flash-attn 2's module of this name.) The functions
 run whichever variant is fastest, as `flash_ext.attention` does, so on other GPUs and on CPUs too.
-Shapes, dtypes and options are those of `flash_ext.attention` and `flash_ext.attention_varlen`, with
+Shapes, dtypes and options are as in `flash_ext.attention` and `flash_ext.attention_varlen`, with
 FlashAttention-3's names:
 
     softmax_scale: the factor of the scores; None is 1 / sqrt(D).
@@ -24,7 +24,7 @@ FlashAttention-3's names:
     qv, attention_chunk: not supported: they must be None and 0.
 
 A last dimension that is not contiguous is copied, and autocast casts neither a cache nor inputs
-that are all float16 or all bfloat16. What is not supported raises NotImplementedError before
+that are all float16 or all bfloat16. An unsupported argument raises NotImplementedError before
 anything runs; wrong arguments raise ValueError or RuntimeError.
 """
 
@@ -117,7 +117,7 @@ def flash_attn_func(
 ) -> Any:
     """Attention of q (B, Sq, Hq, D) to k (B, Sk, Hk, D) and v (B, Sk, Hk, Dv): (B, Sq, Hq, Dv).
 
-    Differentiable in q, k and v. The options are those of `flash_ext.flash_attn_interface`.
+    Differentiable in q, k and v. The options are as in `flash_ext.flash_attn_interface`.
     """
     refuse_given(qv=qv)
     if not (type(q) is type(k) is type(v) is Tensor):
@@ -245,7 +245,7 @@ def flash_attn_with_kvcache(
 ) -> Any:
     """Attention of q (B, Sq, Hq, D) to a cache, into which k and v are written first. No gradients.
 
-    k_cache, v_cache, k, v and cache_seqlens are those of
+    k_cache, v_cache, k, v and cache_seqlens are as in
     `flash_ext.flash_attn.flash_attn_with_kvcache`. qv, the rotary embeddings, cache_batch_idx,
     cache_leftpad, page_table, cu_seqlens_q and cu_seqlens_k_new are not supported.
 

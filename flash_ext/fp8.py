@@ -23,11 +23,11 @@ all scores of a query by the same number, which the softmax does not see (Zhang 
 
 v is in FP8 (e4m3), q and k are in FP8 or int8. Once rotated, their elements are nearly normal: then
 int8, whose steps are all alike, has a smaller error than e4m3, at the same speed of the tensor
-cores. So `attention` takes int8 unless it is told otherwise. (SageAttention does, too.)
+cores. So `attention` takes int8 unless it is told otherwise. (So does SageAttention.)
 
 `quantize` passes no gradient. `attention` and `attention_varlen` are differentiable: the backward
-pass is that of the inputs' own dtype, with out and lse of the 8-bit forward pass. So there is no
-second forward pass, and gradients have errors like those of out. It subtracts the mean of k, too:
+pass is the one of the inputs' dtype, with out and lse of the 8-bit forward pass. So there is no
+second forward pass, and gradients have errors like out's. It also subtracts the mean of k:
 with out of another pass the rows of dS do not add up to what they should, and dQ = dS K would have
 as much of the mean.
 """
@@ -89,7 +89,7 @@ def token_mean(
     Args:
         x: (B, S, H, D) or packed (total, H, D), float16 or bfloat16.
         cu_seqlens: int32 (B + 1), of packed sequences.
-        seqused: int32 (B): only so many rows of each sequence count. The mean of none is 0.
+        seqused: int32 (B): how many rows of each sequence count. The mean of none is 0.
     """
     require_tensors(x=x)
     return fp8_token_mean(x.detach(), cu_seqlens=cu_seqlens, seqused=seqused)  # type: ignore[no-any-return]
@@ -109,7 +109,7 @@ def quantize(
     """x in 8 bits and its scales: x - mean, rotated, is x_8bit * descale up to rounding.
 
     A scale is the largest magnitude of what shares it, divided by 448, the largest number of e4m3,
-    or by 127, that of int8; 1 where all of it is 0. It may be subnormal: no finite number of
+    or by 127, int8's; 1 where all of it is 0. It may be subnormal: no finite number of
     bfloat16 is too small or too large. In e4m3 numbers that are not finite become NaN, and have no
     part in scales. int8 has no NaN: there the scale becomes NaN, and all that shares it. No
     gradient passes. On CUDA the GPU is a Hopper GPU, and D a multiple of 16.
@@ -130,7 +130,7 @@ def quantize(
         mean: float32 (B, H, D), contiguous, subtracted first: `token_mean(k)` for k, never for q
             nor with scales="channel".
         cu_seqlens: int32 (B + 1), of packed sequences. Blocks count from each sequence's first row.
-        seqused: int32 (B): only so many rows of each sequence are in use. The others, and rows of
+        seqused: int32 (B): how many rows of each sequence are in use. The others, and rows of
             no sequence, are not read and become 0.
         max_seqlen: of packed sequences with scales="block", no less than their longest: the last
             dimension of descale is ceil(max_seqlen / 128). None takes the number of all rows.
@@ -173,7 +173,7 @@ def _make_signs(dim: int, seed: int, device: torch.device) -> Tensor:
 
 
 def _seeded_signs(dim: int, seed: int, x: Tensor) -> Tensor:
-    """The signs of a seed on x's device, kept from call to call where that is safe.
+    """The signs of a seed on x's device, kept from call to call if that is safe.
 
     A tensor made while a CUDA graph is captured has its values only when that is replayed; one made
     within a transform of torch.func is a wrapper that dies with it.
@@ -198,9 +198,9 @@ def _refuse_option(name: str, why: str) -> NoReturn:
 
 _KNOWN_OPTIONS = frozenset(AttentionOptions.__annotations__)
 _NEVER_GIVEN = {
-    "bias": "no variant that takes 8-bit inputs has one",
-    "alibi_slopes": "no variant that takes 8-bit inputs has ALiBi",
-    "rng_state": "no variant that takes 8-bit inputs has dropout",
+    "bias": "no variant that accepts 8-bit inputs has one",
+    "alibi_slopes": "no variant that accepts 8-bit inputs has ALiBi",
+    "rng_state": "no variant that accepts 8-bit inputs has dropout",
     "q_descale": "quantization makes it",
     "k_descale": "quantization makes it",
     "v_descale": "quantization makes it",
@@ -213,7 +213,7 @@ def _check(tensors: dict[str, Tensor], packed: bool, options: dict[str, Any]) ->
     q, rank = tensors["q"], 3 if packed else 4
     for name, x in tensors.items():
         if hasattr(x, "device_mesh"):
-            refuse(name, "a plain tensor (flash_ext.attention takes DTensors)", "a DTensor")
+            refuse(name, "a plain tensor (flash_ext.attention accepts DTensors)", "a DTensor")
         if x.dim() != rank:
             shape = "(total, heads, D)" if packed else "(batch, seqlen, heads, D)"
             refuse(name, f"of shape {shape}", tuple(x.shape))
@@ -232,7 +232,7 @@ def _check(tensors: dict[str, Tensor], packed: bool, options: dict[str, Any]) ->
             _refuse_option(name, _NEVER_GIVEN[name])
     for option, name in (("dropout_p", "dropout"), ("softcap", "softcap")):
         if options.get(option, 0.0) != 0:
-            _refuse_option(name, "no variant that takes 8-bit inputs has it")
+            _refuse_option(name, "no variant that accepts 8-bit inputs has it")
 
 
 def _smooths(smooth_k: bool | None, sink: Tensor | None) -> bool:
@@ -271,7 +271,7 @@ def _shift(q: Tensor, slope: Tensor) -> Tensor:
 class Options(AttentionOptions, total=False):
     """The keyword arguments of `attention` and `attention_varlen`, except return_lse.
 
-    Those of `flash_ext.attention`, of which some are refused, and what quantization has.
+    The options of `flash_ext.attention`, of which some are refused, and of quantization.
     """
 
     qk_dtype: torch.dtype
@@ -380,7 +380,7 @@ class _Attend(torch.autograd.Function):
     """Forward in 8 bits, backward in the inputs' dtype from the inputs.
 
     P = exp(S - lse), with lse of the forward pass that ran, and delta from its out. Its lse differs
-    from that of S by the errors of the 8-bit scores, so rows of P add up to 1 up to these, and rows
+    from S by the errors of the 8-bit scores, so rows of P add up to 1 up to these, and rows
     of dS to what they should up to the error of out. So k is taken without its mean.
     """
 
@@ -421,11 +421,11 @@ def _bwd_without_mean(
     lse: Tensor,
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv and dsink by scores without the mean of k, and lse likewise.
+    """dq, dk, dv and dsink by scores without the mean of k, and lse also.
 
     What the mean adds to dq, the sum over keys of dS times the mean, is written out: dS adds up to
     P_sink delta + (1 - P_sink) dlse, with P_sink = exp(sink - lse) or 0. Scores of a sink are not
-    shifted, so its gradient is here, too.
+    shifted, so its gradient is also here.
     """
     cu_seqlens_q, cu_seqlens_k = options.get("cu_seqlens_q"), options.get("cu_seqlens_k")
     mean = token_mean(k, cu_seqlens=cu_seqlens_k, seqused=options.get("seqused_k"))
@@ -485,7 +485,7 @@ def attention(
     """`flash_ext.attention` in 8 bits: quantizes q and k by blocks, v by channels, and attends.
 
     Every call quantizes k and v; where they are used more than once without gradients, call
-    `quantize` yourself. Gradients are those of `flash_ext.attention` in the inputs' dtype, with out
+    `quantize` yourself. Gradients are as in `flash_ext.attention` in the inputs' dtype, with out
     and lse as computed here.
 
     Args:
@@ -503,9 +503,9 @@ def attention(
             added again.
         incoherent: rotate q and k.
         signs: of the rotation, int8 (D), from `random_signs`. None makes them from `generator`,
-            or from `seed` where there is none: the same for every call.
+            or from `seed` if there is none: the same for every call.
         seed, generator: see signs.
-        out_dtype: bfloat16 or float16; None: that of the inputs.
+        out_dtype: bfloat16 or float16; None: the inputs' dtype.
 
     Returns:
         out, or with return_lse the pair (out, lse), as from `flash_ext.attention`.
@@ -584,7 +584,7 @@ def attention_varlen(
         max_seqlen_q, max_seqlen_k: no less than the longest sequence. They only make the tensors of
             scales smaller; None takes the number of all rows.
 
-    The other options are those of `attention`.
+    The other options are as in `attention`.
     """
     if isinstance(q, Proxy):
         packed = (k, v, cu_seqlens_q, cu_seqlens_k)

@@ -170,7 +170,7 @@ def attention_options(
 
 def with_options(names: Iterable[str], *known: Callable[..., Any]) -> Callable[[_F], _F]:
     """A decorator that lets `help` and `inspect.signature` show every option of a function, with
-    its default, which is that of one of the functions `known`."""
+    its default, as in one of the functions `known`."""
     defaults = {name: x for f in known for name, x in inspect.signature(f).parameters.items()}
 
     def decorate(function: _F) -> _F:
@@ -289,7 +289,7 @@ def attention(
         out_dtype: the dtype of out: with 8-bit inputs bfloat16 (None) or float16, otherwise q's.
         deterministic: gradients that repeat bit by bit. None follows
             `torch.are_deterministic_algorithms_enabled()`.
-        variant: "fa1", "fa2", "fa3", or "auto" for the fastest that runs: fa3 where it can, fa2
+        variant: "fa1", "fa2", "fa3", or "auto" for the fastest that runs: fa3 if it can, fa2
             elsewhere (on a CPU with larger tiles than the paper's). 8-bit inputs have only fa3. It
             chooses without a warning: the result is as exact, and `flash_ext.explain` says what
             runs and why not the others. A named one runs or raises with the reason.
@@ -383,7 +383,7 @@ def attention_varlen(
         q_descale, k_descale: blocks count from the first row of each sequence, and are as many as
             the longest one has, or more: on CUDA checked only with FLASH_EXT_DEBUG=1.
 
-    The variants, the other options, and what is raised are those of `attention`. In the dropout
+    The variants, the other options and the errors are as in `attention`. In the dropout
     mask a sequence is a batch element, and rows and columns are positions within the sequence.
 
     Returns:

@@ -188,7 +188,7 @@ def attention_varlen(
 
     Args:
         q, k, v, cu_seqlens_q, cu_seqlens_k: as in `flash_ext.attention_varlen`.
-        seqused_k, out_dtype, options: those of `attention`, but first_batch.
+        seqused_k, out_dtype, options: as in `attention`, but first_batch.
 
     Returns:
         out (total_q, Hq, Dv) and lse (Hq, total_q), as from `attention`. In rows that belong to no

@@ -82,7 +82,7 @@ def balanced_orders(names: list[str]) -> list[list[str]]:
 class Timer:
     """Times calls on one device; on the CPU with the wall clock and no flush.
 
-    `sleep` keeps the GPU busy for so many cycles: torch.cuda._sleep.
+    `sleep` keeps the GPU busy for a number of cycles: torch.cuda._sleep.
     """
 
     def __init__(self, device: torch.device, sleep: Callable[[int], object]) -> None:
@@ -110,7 +110,7 @@ class Timer:
         return begin.elapsed_time(end) * 1e-3, host
 
     def estimate(self, call: Callable[[], object]) -> tuple[float, float]:
-        """Device and host seconds of a warm call: medians of three, or one where it is slow."""
+        """Device and host seconds of a warm call: medians of three, or one if it is slow."""
         first = self.once(call)
         if first[0] > SLOW_SECONDS:
             return first
@@ -186,7 +186,7 @@ class Timer:
 
 
 def progress(items: Iterable[T], total: int, what: str) -> Iterator[T]:
-    """Iterate with a progress bar: tqdm's where it is installed, otherwise a line of dots."""
+    """Iterate with a progress bar: tqdm's if it is installed, otherwise a line of dots."""
     try:
         from tqdm import tqdm
     except ImportError:

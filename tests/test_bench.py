@@ -60,9 +60,11 @@ def ran(cell: dict[str, Any]) -> set[str]:
 
 def test_the_documented_command(tmp_path: Path) -> None:
     """In a process of its own, with real times. A CPU runs it small; it writes no file."""
-    command = f"{sys.executable} -m flash_ext.bench --shape 2 4096 32 128 --kv-heads 8 --causal"
+    command = "-m flash_ext.bench --shape 2 4096 32 128 --kv-heads 8 --causal"
     done = subprocess.run(
-        [*command.split(), "--device", "cpu", "--rounds", "1"], capture_output=True, text=True
+        [sys.executable, *command.split(), "--device", "cpu", "--rounds", "1"],
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     assert "This is a CPU" in done.stdout and "smaller than asked for" in done.stdout
@@ -205,7 +207,7 @@ def test_seeds_differ(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--option", "scale='x'"], "scale must be a number"),
         (["--option", "window=3"], "window must be two numbers"),
         (["--option", "deterministic=1"], "deterministic must be True or False"),
-        (["--option", "bias=1"], "bias is a random tensor: it takes no value"),
+        (["--option", "bias=1"], "bias is a random tensor: it has no value"),
         (["--plot", "a.png"], "--plot needs --seqlens with two lengths"),
         (["--json", "missing/a.json"], "must be a file in a folder that exists"),
         (["--fp8", "--dtype", "float32"], "--fp8 quantizes bfloat16 or float16"),

@@ -376,7 +376,7 @@ def test_wrong_inputs() -> None:
         fp8.quantize(None)
     with pytest.raises(ValueError, match="x must be contiguous in its last dimension"):
         fp8.quantize(random_rows(1, 4, 2, 32).mT)
-    with pytest.raises(ValueError, match="blocks must be at least that of the longest"):
+    with pytest.raises(ValueError, match="blocks must be at least the longest"):
         fp8.quantize(random_rows(200, 2, 32), cu_seqlens=offsets(200), max_seqlen=100)
     with pytest.raises(ValueError, match=r"cu_seqlens\[1\] must be from 0"):
         fp8.quantize(random_rows(200, 2, 32), cu_seqlens=offsets(201))

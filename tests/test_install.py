@@ -228,29 +228,26 @@ def test_a_build_is_for_the_gpus_that_are_there(
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
-@pytest.mark.parametrize("torch_is_new", (False, True))
-def test_make_works_in_a_path_with_spaces(torch_is_new: bool, tmp_path: Path) -> None:
-    """By the active Python, and by the one that make has installed where its torch is too old."""
+@pytest.mark.parametrize("given", ("PYTHON", "PY"))
+def test_make_works_in_a_path_with_spaces(given: str, tmp_path: Path) -> None:
+    """By the Python of .venv, which PYTHON makes, and by PY itself."""
     folder = tmp_path / "a b"
     environment = folder / ".venv/bin"
     environment.mkdir(parents=True)
-    shutil.copy(ROOT / "Makefile", folder)
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(ROOT / name, folder)
     (folder / ".venv/ready").touch()
-    active = folder / "active python"
-    active.write_text(
-        f'#!/bin/sh\n[ {int(torch_is_new)} = 1 ] || exit 1\nexec {sys.executable!r} "$@"\n'
-    )
-    active.chmod(0o755)
-    installed = environment / "python"
-    installed.write_text(f'#!/bin/sh\nexec {sys.executable!r} "$@"\n')
-    installed.chmod(0o755)
+    active, installed = folder / "active python", environment / "python"
+    for python in (active, installed):
+        python.write_text(f'#!/bin/sh\nexec {sys.executable!r} "$@"\n')
+        python.chmod(0o755)
     script = folder / "distribution/make_hub.py"
     script.parent.mkdir()
     script.write_text("import os, sys\nprint(os.getcwd(), sys.argv)")
     # As typed by a user, also if make runs this test.
     env = {name: x for name, x in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
     done = subprocess.run(
-        ["make", f"PYTHON={active}", "hub", "ARGS=--check"],
+        ["make", f"{given}={active}", "hub", "ARGS=--check"],
         cwd=folder,
         env=env,
         capture_output=True,
@@ -258,5 +255,23 @@ def test_make_works_in_a_path_with_spaces(torch_is_new: bool, tmp_path: Path) ->
     )
     assert done.returncode == 0, done.stderr
     ran, printed = done.stdout.splitlines()
-    assert ran == f'"{active if torch_is_new else installed}" distribution/make_hub.py --check'
+    assert ran == f'"{active if given == "PY" else installed}" distribution/make_hub.py --check'
     assert printed == f"{folder} ['distribution/make_hub.py', '--check']"
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_make_without_network_installs_nothing(tmp_path: Path) -> None:
+    """On a machine without a package index, by a Python that has torch and pytest."""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    python, log = tmp_path / "python3", tmp_path / "log"
+    python.write_text(f'#!/bin/sh\necho "$@" >> "{log}"\n')
+    python.chmod(0o755)
+    env = {name: x for name, x in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    command = ["make", "-s", "PY=python3", "gpu-test", "ARGS=-x"]
+    env["PATH"] = f"{tmp_path}{os.pathsep}{env['PATH']}"
+    subprocess.run(command, cwd=tmp_path, env=env, check=True)
+    assert log.read_text().splitlines() == [
+        "setup.py -q build_ext --inplace",
+        "tests/gpu_suite.py -x",
+    ]
+    assert not (tmp_path / ".venv").exists()

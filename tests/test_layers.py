@@ -113,9 +113,9 @@ def test_a_name_is_of_one_type() -> None:
     assert [name for name, files in count.items() if files > 1] == []
 
 
-def test_the_walk_to_a_launch_is_the_one_that_design_md_shows() -> None:
+def test_the_walk_to_a_launch_is_the_one_that_the_page_shows() -> None:
     """At most twelve files, each with the functions that the table names."""
-    page = (ROOT / "docs/design.md").read_text()
+    page = (ROOT / "docs/design/paths.md").read_text()
     rows = re.findall(r"^\| \d+ \| `([^`]+)` \| (.+?) \| .+ \|$", page, re.MULTILINE)
     assert 0 < len(rows) <= 12
     for file, functions in rows:

@@ -32,7 +32,10 @@ ptxas info    : Function properties for {KERNEL}
 ptxas info    : Used 168 registers, used 16 barriers
 ptxas info    : Compile time = 12.000 ms
 """
-NVCC = f"""#!{sys.executable}
+# The first lines are a script of sh: a path with spaces cannot stand after #!.
+NVCC = f"""#!/bin/sh
+'''exec' '{sys.executable}' "$0" "$@"
+'''
 import subprocess, sys
 if "--version" in sys.argv:
     sys.exit(print("Cuda compilation tools, release 13.4, V13.4.1"))

@@ -6,9 +6,9 @@ torch that is left out or not green.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "distribution"))
-import compat  # noqa: E402
 import release  # noqa: E402
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -35,13 +34,13 @@ SANITIZER: dict[str, Any] = {
     ("tests", "sanitizer", "says"),
     [
         (TESTS, SANITIZER, None),
-        (TESTS | {"digest": "2"}, SANITIZER, "no GPU tests of source 1"),
-        (None, SANITIZER, "no GPU tests of source 1"),
-        (TESTS | {"exit_status": 1}, SANITIZER, "GPU tests failed on X"),
-        (TESTS | {"counts": COUNTS | {"failed": 1}}, SANITIZER, "GPU tests failed on X"),
-        (TESTS | {"counts": COUNTS | {"passed": 0}}, SANITIZER, "GPU tests failed on X"),
-        (TESTS, None, "no sanitizer run of source 1"),
-        (TESTS, SANITIZER | {"tools": {"memcheck": {"exit_status": 9}}}, "memcheck complains"),
+        (TESTS | {"digest": "2"}, SANITIZER, "no tests of source 1"),
+        (None, SANITIZER, "no tests of source 1"),
+        (TESTS | {"exit_status": 1}, SANITIZER, "tests failed on X"),
+        (TESTS | {"counts": COUNTS | {"failed": 1}}, SANITIZER, "tests failed on X"),
+        (TESTS | {"counts": COUNTS | {"passed": 0}}, SANITIZER, "tests failed on X"),
+        (TESTS, None, "no sanitizer of source 1"),
+        (TESTS, SANITIZER | {"tools": {"memcheck": {"exit_status": 9}}}, "sanitizer failed on X"),
     ],
 )
 def test_evidence_from_a_gpu(
@@ -63,90 +62,57 @@ def row(**changes: object) -> dict[str, Any]:
     return works | facts | {"date": "2026-01-02", "green": True} | changes
 
 
-def test_every_torch_must_be_tested() -> None:
-    names = [f"{torch}, {python}" for torch, python in compat.ROWS]
-    names += ["nvcc 13.2", "nvcc newest"]
-    rows = {name: row() for name in (*names, "gpu")}
+def test_every_row_must_be_green() -> None:
+    pytest.importorskip("tomllib", reason="Python 3.10 has none")
+    names = release.compat_names()
+    assert len(names) > 6 and names[-2:] == ["nvcc newest", "gpu"]
+    rows = {name: row() for name in names}
     found: dict[str, Any] = {"wheel": "abc", "rows": rows}
-    assert list(release.compat_complaints(found, "abc")) == []
-    assert "of another wheel" in next(release.compat_complaints(found, "abd"))
-    assert "of another wheel" in next(release.compat_complaints({}, "abc"))
-    rows[names[1]] = row(green=False, unavailable="no Python 3.10 here")
+    assert list(release.compat_complaints(found, "abc", names)) == []
+    assert "of another wheel" in next(release.compat_complaints(found, "abd", names))
+    assert "of another wheel" in next(release.compat_complaints({}, "abc", names))
+    rows[names[1]] = row(green=False, failed="see the output of nox")
     del rows["gpu"], rows[names[0]], rows["nvcc newest"]
-    missing = list(release.compat_complaints(found, "abc"))
+    missing = list(release.compat_complaints(found, "abc", names))
     assert [x.partition(" is ")[0] for x in missing] == [*names[:2], "nvcc newest", "gpu"]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"ops": False},
-        {"attention": False},
-        {"library": "not built"},
-        {"install_s": 20.5},
-        {"cuda_initialized": True},
-        {"tests": {"exit_status": 0, "counts": COUNTS | {"passed": 0}, "failed": []}},
-        {"tests": {"exit_status": 1, "counts": COUNTS, "failed": ["a"]}},
-        {"tests": {"exit_status": 2, "failed": ["no test ran"]}},
-    ],
-    ids=str,
-)
-def test_a_row_is_green_only_if_all_of_it_works(change: dict) -> None:
-    assert compat.is_green(row())
-    assert not compat.is_green(row(**change))
-    assert not compat.is_green({"unavailable": "no Python 3.10 here"})
+BUILT = {"nvcc": "13.5.37", "kernels": 9, "slow_kernels": [], "date": "2026-01-02"}
 
 
-BUILT = {"nvcc": "13.5.37", "kernels": 9, "slow_kernels": [], "seconds": 3, "date": "2026-01-02"}
+@pytest.fixture
+def noxfile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    pytest.importorskip("nox")
+    monkeypatch.syspath_prepend(str(ROOT))
+    import noxfile
+
+    wheel = tmp_path / "x.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("flash_ext/_C.json", '{"digest": "d"}')
+    monkeypatch.setattr(noxfile, "wheel_path", lambda: wheel)
+    monkeypatch.setattr(noxfile, "RESULTS", tmp_path / "compat.json")
+    return noxfile
 
 
-@pytest.mark.parametrize(
-    ("change", "green"),
-    [
-        ({}, True),
-        ({"slow_kernels": ["fa3_forward_128: a: 48 bytes of stack"]}, False),
-        ({"slow_kernels": None}, False),
-        ({"kernels": 0}, False),
-    ],
-    ids=str,
-)
-def test_an_nvcc_is_green_if_it_builds_no_slow_kernel(change: dict, green: bool) -> None:
-    assert compat.is_green(BUILT | change) == green
-    assert not compat.is_green({"nvcc": "13.5.37", "failed": "the build fails"})
+def test_a_row_is_green_only_if_no_command_failed(noxfile: Any) -> None:
+    """And rows of another wheel are dropped."""
+    noxfile.RESULTS.write_text(json.dumps({"wheel": "another", "rows": {"gpu": row()}}))
+    with noxfile.row("nvcc 13.2") as facts:
+        facts["kernels"] = 9
+    with pytest.raises(RuntimeError), noxfile.row("nvcc newest") as facts:
+        facts["kernels"] = 8
+        raise RuntimeError
+    rows = json.loads(noxfile.RESULTS.read_text())["rows"]
+    assert list(rows) == ["nvcc 13.2", "nvcc newest"]
+    assert [x["green"] for x in rows.values()] == [True, False]
+    assert [x["kernels"] for x in rows.values()] == [9, 8]
 
 
-def test_rows_are_chosen_by_name() -> None:
-    chosen = [name for name in compat.NAMES if compat.is_named(name, ["2.13.0", "nvcc"])]
-    assert chosen == ["2.13.0, 3.12", "nvcc 13.2", "nvcc newest"]
-    assert [name for name in compat.NAMES if compat.is_named(name, ["nvcc 13.2"])] == ["nvcc 13.2"]
-    assert not any(compat.is_named(name, ["2.1", "13.2"]) for name in compat.NAMES)
-
-
-def test_a_row_of_nvcc_counts_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From a build as setup.py leaves it; the toolkit and the build are made up."""
-    home = tmp_path / "toolkit"
-    (home / "bin").mkdir(parents=True)
-    nvcc = home / "bin/nvcc"
-    nvcc.write_text("#!/bin/sh\necho Cuda compilation tools, release 13.5, V13.5.37\n")
-    nvcc.chmod(0o755)
-    source = tmp_path / "source"
-    objects, package = source / "build/temp.x/csrc", source / "build/lib.x/flash_ext"
-    for folder in (objects, package):
-        folder.mkdir(parents=True)
-    for name in ("a", "b"):
-        (objects / f"{name}.o.ptxas.json").write_text('{"kernels": [{"registers": 8}, {}]}')
-    (package / "_C.json").write_text('{"slow_kernels": ["a: k: 8 bytes of stack"]}')
-    ran: list[dict] = []
-    monkeypatch.setattr(compat, "install_nvcc", lambda *_: home)
-    monkeypatch.setattr(compat, "unpacked_sdist", lambda _: source)
-    monkeypatch.setattr(compat, "run", lambda *_, **options: ran.append(options["env"]) or 0)
-    monkeypatch.setenv("FLASH_EXT_STRICT", "1")
-    args = argparse.Namespace(environments=tmp_path, remove=False)
-    found = compat.make_row("nvcc newest", args)
-    (environment,) = ran
-    assert environment["CUDA_HOME"] == str(home) and environment["FLASH_EXT_STRICT"] == "0"
-    assert found.pop("seconds") < 60
-    assert found == {"nvcc": "13.5.37", "kernels": 2, "slow_kernels": ["a: k: 8 bytes of stack"]}
+def test_tests_are_counted(noxfile: Any, tmp_path: Path) -> None:
+    suite = '<testsuite tests="9" failures="1" errors="2" skipped="3"/>'
+    (tmp_path / "tests.xml").write_text(f"<testsuites>{suite}</testsuites>")
+    counts = noxfile.counts_of(tmp_path / "tests.xml")
+    assert counts == {"passed": 3, "failed": 3, "skipped": 3}
 
 
 def test_the_table(monkeypatch: pytest.MonkeyPatch) -> None:

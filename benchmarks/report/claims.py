@@ -248,7 +248,7 @@ def exact(folder: Path) -> Found:
             values.append((math.inf if "finite" in mine else mine["rms"]) / reference["rms"])
     dtypes, sizes, kinds = ({c[k] for c in cells} for k in ("dtype", "seqlen", "distribution"))
     return (
-        f"RMS error {span(values)} that of standard attention in the same type",
+        f"RMS error {span(values)} the error of standard attention in the same type",
         f"{' and '.join(sorted(dtypes))}, d {cells[0]['d']}, S {min(sizes)}–{max(sizes)},"
         f" {len(kinds)} distributions, both masks; out and all gradients, {len(values)} pairs",
     )

@@ -1,4 +1,4 @@
-"""Draws the figures of docs/design.md and docs/walkthrough.md, and fills in design.md's tables.
+"""Draws the figures of docs/design and docs/walkthrough.md, and fills in the table of forward.md.
 
     python docs/figures/make.py
 
@@ -488,7 +488,7 @@ def tables():
 
 
 def fill_in_tables():
-    page = HERE.parent / "design.md"
+    page = HERE.parent / "design/forward.md"
     marks = r"(<!-- generated:shared_memory begin -->\n).*?(<!-- generated:shared_memory end -->)"
     text, found = re.subn(
         marks, lambda m: f"{m[1]}{tables()}\n{m[2]}", page.read_text(), flags=re.S

@@ -60,7 +60,7 @@ def option(text: str) -> tuple[str, Any]:
     name, has_value, value = text.partition("=")
     if name in TENSORS:
         if has_value:
-            raise argparse.ArgumentTypeError(f"{name} is a random tensor: it takes no value")
+            raise argparse.ArgumentTypeError(f"{name} is a random tensor: it has no value")
         return name, None
     if name not in NUMBER_OPTIONS:
         hint = str(unknown_option(name)).partition("; ")[2] or "see --help"
@@ -107,7 +107,7 @@ def parser() -> argparse.ArgumentParser:
     add("--seqlens", nargs="+", type=length, metavar="S", help="sequence lengths in place of S")
     add("--keys", type=length, help="number of keys; default: as many as queries")
     add("--kv-heads", type=length, metavar="H", help="heads of k and v; default: as many as q's")
-    add("--head-dim-v", type=length, metavar="D", help="head dim of v; default: that of q and k")
+    add("--head-dim-v", type=length, metavar="D", help="head dim of v; default: q's and k's")
     add("--causal", action="store_true", help="hide the keys after each query")
     add("--option", action="append", type=option, default=[], metavar="NAME[=VALUE]",
         help="an option of flash_ext.attention; may be repeated. With a value: "

@@ -1,4 +1,4 @@
-"""What is timed: flash_ext's variants and their peers, with one signature."""
+"""The timed implementations: flash_ext's variants and their peers, with one signature."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WRONG, WRONG_IN_8_BITS = 0.05, 0.3  # relative errors; results beyond them are n
 
 
 class Refused(Exception):
-    """An implementation does not have what is asked for."""
+    """An implementation does not support the problem."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ def standard_row(shape: Shape, options: Json) -> Implementation:
 
 
 def additive_mask(shape: Shape, options: Json, like: Tensor) -> Tensor | None:
-    """What is added to the scores: bias, and -inf for hidden keys; (Sq, Sk) or (1, 1, Sq, Sk)."""
+    """The addend of the scores: bias, and -inf for hidden keys; (Sq, Sk) or (1, 1, Sq, Sk)."""
     left, right = shape.sides(options)
     mask: Tensor | None = options.get("bias")
     if (left, right) == (-1, -1):

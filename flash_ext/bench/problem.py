@@ -63,7 +63,7 @@ class Shape:
     def flops(self, backward: bool, options: Json) -> float:
         """Floating-point operations of the two matmuls forward, or of the five backward."""
         columns = self.head_dim + self.head_dim_v
-        if backward:  # dP and dV have V's head dim, the others that of Q and K
+        if backward:  # dP and dV have V's head dim, the others Q's and K's
             columns = 3 * self.head_dim + 2 * self.head_dim_v
         return 2.0 * self.batch * self.heads * columns * self.pairs(options)
 
@@ -103,7 +103,7 @@ class Inputs:
         return [of_queries[-1:, :, -group:], *(x[-1:, :, -1:] for x in of_keys)]
 
     def exact(self, options: Json, backward: bool) -> list[Tensor] | None:
-        """What `checked` should give, from float32, or None if that takes too much memory.
+        """What `checked` should give, from float32, or None if that needs too much memory.
 
         Of long sequences only the last rows of out.
         """

@@ -1,8 +1,8 @@
 """The CPU kernels of the ops: FlashAttention 1, 2 and the FP8 form of 3 as tile loops in torch.
 
-They are for reading and for testing: `tiled` has the papers' algorithms line by line, `fp8` that of
-8-bit inputs, `tiling` cuts a call into tiles, `mask`, `sequences` and `descales` say what is
-visible and what 8-bit numbers stand for, and `checks` refuses wrong arguments. `quantize` is
+They are for reading and for testing: `tiled` has the papers' algorithms line by line, `fp8` the one
+for 8-bit inputs, `tiling` cuts a call into tiles, `mask`, `sequences` and `descales` say which keys
+are visible and what 8-bit numbers stand for, and `checks` refuses wrong arguments. `quantize` is
 quantization to 8 bits, `sum_rows` adds up what several calls have written, `into` writes into given
 tensors.
 """

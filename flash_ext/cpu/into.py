@@ -38,7 +38,7 @@ def check_plain_call(q: Tensor, options: Options) -> None:
         refuse("q", "float16 or bfloat16 where results are written into tensors",
                dtype_name(q.dtype))  # fmt: skip
     if options.bias is not None:
-        refuse("bias", "None where results are written into tensors", "a tensor")
+        refuse("bias", "None if results are written into tensors", "a tensor")
 
 
 def _fwd_into_cpu(out: Tensor, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:

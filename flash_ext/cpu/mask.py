@@ -48,11 +48,11 @@ class Band:
         """Set to −∞, in place, the scores of a tile whose query does not see the key.
 
         The tile is (heads, queries, keys), from query q0 and key k0 on. What was there is
-        overwritten, NaN too. (On a CPU `masked_fill_` takes several times longer.)
+        overwritten, NaN too. (On a CPU `masked_fill_` is several times slower.)
         """
         _, rows, keys = tile.shape
         aligned = q0 + self.offset - k0  # j − i of a query and the key that it is aligned with
-        lowest, highest = aligned - self.left, aligned + self.right  # j − i of what is seen
+        lowest, highest = aligned - self.left, aligned + self.right  # j − i of the visible keys
         if self.right >= 0 and highest < keys - 1:
             hidden = tile.new_full((rows, keys), -math.inf).triu_(highest + 1)
             tile.tril_(highest).add_(hidden)

@@ -3,8 +3,8 @@
 Their checks are also the words with which the CUDA kernels refuse (csrc/api/quantize.cpp has the
 same conditions).
 
-Every operation is rounded to float32 in the same order, so x_8bit and descale are those of the CUDA
-kernels bit by bit (but for the bits of a NaN). Sums of means are in another order.
+Every operation is rounded to float32 in the same order, so x_8bit and descale equal the CUDA
+kernels' bit by bit (but for the bits of a NaN). Sums of means are in another order.
 """
 
 from __future__ import annotations
@@ -244,7 +244,7 @@ def _quantize_cpu(
 
     longest = max((-(-y.shape[0] // SCALE_ROWS) for y in rotated), default=0)
     if scales == "block" and blocks < longest:
-        refuse("blocks", f"at least that of the longest sequence, {longest}", blocks)
+        refuse("blocks", f"at least the longest sequence's, {longest}", blocks)
     shape = descale_shape(x, scales, cu_seqlens, blocks)
     amax = torch.zeros(shape, dtype=torch.float32, device=x.device)
     for b, y in enumerate(rotated):

@@ -1,8 +1,8 @@
 """Why the CUDA kernels do not accept the arguments of an op, in words.
 
-In each call csrc/api tests conditions alone. If one fails it asks the op `refusal_of_…` here, whose
-arguments are those of the op and whose checks are those of the CPU kernels: each message is written
-once. "" stands for no reason.
+In each call csrc/api tests conditions alone. If one fails it asks the op `refusal_of_…` here, which
+has the op's arguments and the CPU kernels' checks: each message is written once. "" stands
+for no reason.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _words(check: Callable[..., object]) -> Callable[..., str]:
 
 
 def _check_fwd(q: Tensor, k: Tensor, v: Tensor, *, reads: bool = False, **given: Any) -> None:
-    """reads: with FLASH_EXT_DEBUG=1, of a call that is accepted but for what is on the device."""
+    """reads: with FLASH_EXT_DEBUG=1, of a call that is accepted but for numbers on the device."""
     try:
         check_arguments(q, k, v, Options(**given), reads)
     except RuntimeError as error:

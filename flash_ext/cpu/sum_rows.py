@@ -30,7 +30,7 @@ def _require(
 
 
 def _require_rows(name: str, x: Tensor, out: Tensor, rows: int | None = None) -> None:
-    """x is out's but for the rows, of which there may be any number, or so many."""
+    """x is out's but for the rows, of which there may be any number, or this one."""
     if x.dim() != 4:
         refuse(name, "of shape (batch, seqlen, heads, head_dim)", tuple(x.shape))
     dtype = statistics_dtype(out.dtype)

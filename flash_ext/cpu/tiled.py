@@ -3,7 +3,7 @@
 FlashAttention-3 is not here: its tile loop is FlashAttention-2's. What it adds (which warps copy,
 which compute, and when) has no counterpart on a CPU. Its FP8 form has: `fp8.py`.
 
-Line numbers and symbols are those of the pseudocode: Algorithms 2 and 4 of FlashAttention (Dao et
+Line numbers and symbols are the pseudocode's: Algorithms 2 and 4 of FlashAttention (Dao et
 al., 2022), Algorithms 1 and 2 of FlashAttention-2 (Dao, 2023). What the papers write for one head
 is done for all heads at once, so every on-chip step is one batched matrix product or elementwise
 operation. "HBM" is a whole tensor, "on chip" a tile of it.
@@ -78,7 +78,7 @@ def _probabilities(S_ij: Tensor, saved: Saved, rows: slice) -> Tensor:
 
 
 def _relative_to_maximum(tiling: Tiling, operands: Operands, saved: Saved) -> Saved:
-    """With L relative to the row's maximum where it is large.
+    """With L relative to the row's maximum if it is large.
 
     In float32 an L of 10⁸ is known to within 4, so that exp(S − L) would be wrong by a factor of
     e⁴. The maximum m is one of the scores, so the differences of the others from it are exact.
@@ -297,7 +297,7 @@ def backward(
     need_dbias: bool,
     on_chip: int | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """The op bwd, like `forward` for fwd; dbias and dsink are None where its shape is (0,)."""
+    """The op bwd, like `forward` for fwd; dbias and dsink are None if its shape is (0,)."""
     dout, q, k, v, out, lse = (
         _as_batch(getattr(tensors, name), options) for name in ("dout", "q", "k", "v", "out", "lse")
     )

@@ -38,9 +38,9 @@ def block_sizes(on_chip: int, head_dim: int) -> tuple[int, int]:
 def fast_block_sizes(heads: int, dtype: torch.dtype) -> tuple[int, int]:
     """(B_r, B_c) for an S_ij of `SCORES_BYTES`, over this number of heads of all sequences.
 
-    Here a step of the algorithms is a call of torch, whose overhead is that of some thousands of
-    scores. So fewer tiles are better, as long as they fit in the caches. B_c is one to four times
-    B_r. Even many heads get 64 × 128: narrower matrix products are slower.
+    Here a step of the algorithms is a call of torch, whose overhead equals the work of some
+    thousands of scores. So fewer tiles are better, as long as they fit in the caches. B_c is one to
+    four times B_r. Even many heads get 64 × 128: narrower matrix products are slower.
     """
     scores = max(SCORES_BYTES // (dtype.itemsize * max(heads, 1)), 64 * 128)
     B_r = 1 << (scores.bit_length() - 1) // 2
@@ -108,7 +108,7 @@ class Tiling:
             dbias=None if dbias is None else span.bias_of(dbias),
         )
 
-    # --- Between the layout of the ops and that of the algorithms ---
+    # --- Between the ops' layout and the algorithms' ---
 
     def to_rows(self, x: Tensor) -> Tensor:
         """(B, S, H, d) → (B·Hk, S·H/Hk, d): row s·H/Hk + g is head g of its group, position s."""
@@ -203,7 +203,7 @@ class Tile:
     k0: int
     k1: int
     tanh: Tensor | None = None
-    """tanh(τ Q_i K_jᵀ / c), where there is a softcap c, once `scores` has run."""
+    """tanh(τ Q_i K_jᵀ / c), if there is a softcap c, once `scores` has run."""
 
     @property
     def rows(self) -> slice:
@@ -234,7 +234,7 @@ class Tile:
         return S_ij
 
     def scores_gradient(self, dS_ij: Tensor) -> Tensor:
-        """The gradient of τ Q_i K_jᵀ from that of S_ij, in place. Adds to dbias."""
+        """The gradient of τ Q_i K_jᵀ from the gradient of S_ij, in place. Adds to dbias."""
         dbias = self.tiling.dbias
         if dbias is not None:
             dbias_ij = self._part_of(dbias)
@@ -309,7 +309,7 @@ def reciprocal(row_sum: Tensor) -> Tensor:
 
 
 def exp_(tile: Tensor) -> Tensor:
-    """e to the power of the tile, in place. On a CPU `exp_` takes several times longer at −∞.
+    """e to the power of the tile, in place. On a CPU `exp_` is several times slower at −∞.
 
     In float64, because a factor's rounding error in an exponent grows with the exponent.
     """

@@ -3,7 +3,7 @@
     from flash_ext.flash_attn import flash_attn_func  # was: from flash_attn import flash_attn_func
     from flash_ext.flash_attn.bert_padding import unpad_input  # was: from flash_attn.bert_padding
 
-Shapes, dtypes and options are those of `flash_ext.attention` and `flash_ext.attention_varlen`, with
+Shapes, dtypes and options are as in `flash_ext.attention` and `flash_ext.attention_varlen`, with
 flash-attn's names for them:
 
     softmax_scale: the factor of the scores; None is 1 / sqrt(D). A tensor that requires a gradient
@@ -20,13 +20,13 @@ flash-attn's names for them:
     return_attn_probs: return (out, softmax_lse, S_dmask) instead of out. softmax_lse is float32,
         (B, Hq, Sq), or (Hq, total_q) of packed sequences, with flash-attn's values: +inf where a
         query sees no key; with causal and alibi_slopes, without a window, larger by
-        slope · (i + Sk − Sq) than that of `flash_ext.attention`, since flash-attn adds slope · j
+        slope · (i + Sk − Sq) than the lse of `flash_ext.attention`, since flash-attn adds slope · j
         to key j, which gives the same softmax. Here it is differentiable. S_dmask, which
         flash-attn returns for its own tests, is always empty, of shape (0,).
 
 As in flash-attn, a last dimension that is not contiguous is copied, and autocast casts neither a
 cache nor inputs that are all float16 or all bfloat16. It casts others, which flash-attn refuses.
-What is not supported raises NotImplementedError before anything runs; wrong arguments raise
+An unsupported argument raises NotImplementedError before anything runs; wrong arguments raise
 ValueError or RuntimeError.
 
 `flash_ext.flash_attn_interface` has FlashAttention-3's functions.
@@ -34,7 +34,7 @@ ValueError or RuntimeError.
 `_flash_attn_backward` and their varlen forms, below autograd, as ring-flash-attn calls them:
 `flash_ext.flash_attn.low_level`.
 
-`__version__` is that of the flash-attn with these names, for code that checks it.
+`__version__` is the version of the flash-attn with these names, for code that checks it.
 """
 
 from .bert_padding import index_first_axis, pad_input, unpad_input

@@ -87,7 +87,7 @@ def unpad_input(
 def unpad_input_for_concatenated_sequences(
     hidden_states: Tensor, attention_mask_in_length: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """`unpad_input` where several sequences follow one another in a row, before the padding.
+    """`unpad_input` if several sequences follow one another in a row, before the padding.
 
     Args:
         hidden_states: (B, S, …), any dtype; differentiable.

@@ -49,7 +49,7 @@ def flash_attn_func(
 ) -> Any:
     """Attention of q (B, Sq, Hq, D) to k (B, Sk, Hk, D) and v (B, Sk, Hk, Dv): (B, Sq, Hq, Dv).
 
-    Differentiable in q, k and v. The options are those of `flash_ext.flash_attn`.
+    Differentiable in q, k and v. The options are as in `flash_ext.flash_attn`.
     """
     if not (type(q) is type(k) is type(v) is Tensor):
         require_tensors(q=q, k=k, v=v)

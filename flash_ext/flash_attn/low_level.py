@@ -1,6 +1,6 @@
 """The functions of flash-attn 2.8 below autograd, which other packages call, on flash_ext's ops.
 
-Their names, arguments and results are those of `flash_attn_interface.py` in
+Their names, arguments and results are as in `flash_attn_interface.py` of
 github.com/Dao-AILab/flash-attention, and so are its names for the options; `flash_ext.flash_attn`
 describes those and the values of softmax_lse. ring-flash-attn reads their defaults with
 `inspect.getfullargspec`, so they are plain functions.
@@ -12,12 +12,12 @@ Nothing here records gradients or casts by autocast.
         backward may be given the out and softmax_lse of a softmax over more keys than its k:
         the gradients are then this k's part.
     softmax_scale: None is 1 / sqrt(D), as it is in the functions above autograd.
-    rng_state: int64 (2), of shape (0,) without dropout. A backward with dropout needs that of its
-        forward.
+    rng_state: int64 (2), of shape (0,) without dropout. A backward with dropout needs its
+        forward's.
     return_softmax, zero_tensors, max_seqlen_q: have no effect. S_dmask has the shape (0,).
     softmax_d: flash-attn's intermediate result, which no caller needs; of shape (0,) here.
 
-What is not supported raises NotImplementedError before anything runs; wrong arguments raise
+An unsupported argument raises NotImplementedError before anything runs; wrong arguments raise
 ValueError or RuntimeError, and then no gradient was written.
 """
 
@@ -97,7 +97,7 @@ def _backward(
     if dropout_p == 0:
         rng_state = None
     elif rng_state is None or rng_state.numel() == 0:
-        refuse("rng_state", "that of the forward, with dropout_p > 0", None)
+        refuse("rng_state", "the forward's, with dropout_p > 0", None)
     dout, out = rows_contiguous(dout), rows_contiguous(out)
     q, k, v = rows_contiguous(q), rows_contiguous(k), rows_contiguous(v)
     with torch.no_grad():
@@ -256,7 +256,7 @@ def _flash_attn_varlen_backward(
 ) -> Tensor:
     """`_flash_attn_backward` of packed sequences, see `_flash_attn_varlen_forward`.
 
-    Like flash-attn's it has no seqused_k: the lengths are those of cu_seqlens_k.
+    Like flash-attn's it has no seqused_k: the lengths are cu_seqlens_k's.
     """
     window = (window_size_left, window_size_right)
     options = options_of(softmax_scale, causal, window, softcap, alibi_slopes, max_seqlen_k)

@@ -121,8 +121,8 @@ def to_flash_attn_lse(
 
     Args:
         lse: (B, Hq, Sq), or with cu_seqlens (Hq, total_q).
-        seqlen_k: that of all sequences, or (B); with cu_seqlens an int is not looked at.
-        options: those of `options_of`.
+        seqlen_k: one for all sequences, or (B); with cu_seqlens an int is not looked at.
+        options: as `options_of` returns them.
     """
     lse = lse.masked_fill(lse == -math.inf, math.inf)
     shift = _lse_shift(lse, seqlen_k, cu_seqlens, options)

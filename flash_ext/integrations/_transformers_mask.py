@@ -40,7 +40,7 @@ class Mask:
     window: tuple[int, int] = (-1, -1)
     """Aligned bottom-right like causal, as in `flash_ext.attention`."""
     seqlen_k: int | None = None
-    """The keys that are aligned so, where not all: no query sees those after them."""
+    """The keys that are aligned so, if not all: no query sees those after them."""
     padding: Tensor | None = None
     """bool (B, Sk): False hides the key."""
     cu_seqlens: Tensor | None = None

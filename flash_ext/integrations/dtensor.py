@@ -19,9 +19,9 @@ ranks, or 1: then every rank has that head, and its gradient is a partial sum. E
 computed on every rank: heads that do not divide, and other splits, which are gathered.
 
 A plain tensor among the arguments must be the same on every rank. Only `rng_state` may differ:
-ranks that compute the same use that of the first of them, so replicated results are the same on
+ranks that compute the same use the first one's state, so replicated results are the same on
 each, however their generators were seeded. Each part has its own dropout mask, so dropout differs
-from that of the whole on one device.
+from the mask of the whole on one device.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class _Layout:
         return None
 
     def _split_sequence(self, q: Tensor, k: Tensor, options: dict[str, Any]) -> None:
-        """The role of the first dimension of the mesh that splits q's rows, where that can be."""
+        """The role of the first dimension of the mesh that splits q's rows, if that can be."""
         self.sequence: tuple[Groups, Sharding, Mask] | None = None
         free = (i for i, role in enumerate(self.roles) if role is None)
         if not isinstance(q, DTensor) or not _may_split_sequence(q, k, options):

@@ -7,9 +7,9 @@
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 It replaces the CUDA kernels of the aten ops that are SDPA's flash backend, and of those below
-`torch.nn.attention.varlen.varlen_attn` and nested tensors, with those of `csrc/api/sdpa.cpp`: there
-is no Python between SDPA and flash_ext's kernels. What flash_ext does not run there (dropout, the
-debug mask, a paged cache, empty tensors, a GPU without the kernel) goes to torch's kernels as
+`torch.nn.attention.varlen.varlen_attn` and nested tensors, with the kernels of `csrc/api/sdpa.cpp`:
+there is no Python between SDPA and flash_ext's kernels. What flash_ext does not run there (dropout,
+the debug mask, a paged cache, empty tensors, a GPU without the kernel) goes to torch's kernels as
 before. SDPA's choice of a backend does not change, so an attn_mask, float32 and head dims above 256
 go to the other backends. Only cuDNN's, which comes before the flash backend on Hopper GPUs, is
 switched off meanwhile.

@@ -49,8 +49,8 @@ from ..ops.checks import statistics_dtype
 from ._transformers_mask import Mask
 
 NAME = "fa_ext"
-"""What to give as attn_implementation. transformers takes every name with "flash" in it for one of
-its own flash-attn backends and looks for that package, so it is not "flash_ext"."""
+"""What to give as attn_implementation. transformers takes every name with "flash" in it for one
+of its flash-attn backends and looks for that package, so it is not "flash_ext"."""
 
 _UNSUPPORTED = ("output_attentions", "head_mask", "indices", "block_indices", "cache")
 """Keywords of models that need something that this does not compute: sparse and paged attention.
@@ -130,7 +130,7 @@ def mask(
 
     Returns:
         What `attention_forward` takes. Never None: to layers that are not causal, and to models
-        that add the mask to scores of their own, that would be no mask at all.
+        that add the mask to their own scores, that would be no mask at all.
 
     Raises:
         ValueError: attention_mask is not of shape (B, Sk).
@@ -303,7 +303,7 @@ def _without_mask(
 
 
 def _require_shape(mask: Mask, shape: tuple[int, int, int, int]) -> None:
-    """The scores, (B, 1, Sq, Sk), are those that the mask was made for, where it matters."""
+    """The scores, (B, 1, Sq, Sk), are those that the mask was made for, if it matters."""
     fits = True
     if mask.cu_seqlens is not None:
         fits = mask.shape == shape
@@ -339,13 +339,13 @@ def attention_forward(
     """The attention function, differentiable in query, key, value, s_aux and position_bias.
 
     Args:
-        module: the layer; its `is_causal` stands for is_causal where that is None.
+        module: the layer; its `is_causal` stands for is_causal if that is None.
         query: (B, Hq, Sq, D); key (B, Hk, Sk, D) and value (B, Hk, Sk, Dv), of dtypes and sizes as
             `flash_ext.attention` takes them.
         attention_mask: what `mask` makes, or (B or 1, Hq or 1, Sq or 1, Sk or 1), bool (True is
             visible) or floating (added to the scores). None is causal where the layer is, in models
             that support SDPA. Without a cache all keys are then visible to the last query; with
-            more keys than queries the later ones are an empty cache's, which nobody sees.
+            more keys than queries the later ones are an empty cache's, which no query sees.
         dropout, scaling, softcap, s_aux: dropout_p, scale, softcap and sink of `attention`.
         sliding_window: this many keys are visible, the query's own included. Only with no mask:
             otherwise the mask has it already.
@@ -427,7 +427,7 @@ def attention_forward(
 
 
 def register() -> None:
-    """Make `NAME` an attention implementation of transformers. It is used only where it is named.
+    """Make `NAME` an attention implementation of transformers. It is used only if it is named.
 
     Raises:
         RuntimeError: a transformers whose mask functions are called otherwise.

@@ -10,11 +10,11 @@ whose kernels compute its gradients. These are its own ("" for `why`), or fa2's 
 
 Shapes: q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), out (B, Sq, Hq, Dv), lse (B, Hq, Sq);
 with cu_seqlens q (total_q, Hq, D), k (total_k, Hk, D), v (total_k, Hk, Dv), out (total_q, Hq, Dv),
-lse (Hq, total_q). out has q's dtype, with FP8 inputs (which have no gradients) that of the option
+lse (Hq, total_q). out has q's dtype, with FP8 inputs (which have no gradients) the option's
 out_dtype. lse is float32 (float64 for float64, which only the CPU kernels take) and the natural
 logarithm. Gradients are contiguous and have the shape and dtype of what they belong to, or the
 shape (0,): dsink without a sink, dbias without a bias, for a bool one and without need_dbias. The
-options are those of `flash_ext.ops.options.Options`.
+options are `flash_ext.ops.options.Options`.
 
     options        the options, described once, and the variants
     schemas        the schemas: defined here, so that fake and CPU kernels need no binary
@@ -28,9 +28,9 @@ options are those of `flash_ext.ops.options.Options`.
     sum_rows       the ops that add up what several calls have written, from schema to fake kernel
     binary         the CUDA kernels, which come from `_C.abi3.so`, if it was built
     checks         of arguments in Python
-    torch_private  every private name of torch, and what is done without it
+    torch_private  every private name of torch, and the fallback without it
 
-The CPU kernels are those of `flash_ext.cpu`.
+`flash_ext.cpu` has the CPU kernels.
 """
 
 from . import fake as fake

@@ -183,7 +183,7 @@ _CAST = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def autocast_tensors(device_type: str, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Those of 16 and 32 bits in autocast's type, as torch's own ops; what is refused stays so."""
+    """Tensors of 16 and 32 bits in autocast's type, as torch's ops; refused dtypes stay refused."""
     dtype = torch.get_autocast_dtype(device_type)
     return tuple(x.to(dtype) if x.dtype in _CAST else x for x in tensors)
 

@@ -42,7 +42,7 @@ class Build:
     """The CUDA version of the compiler, whose runtime they hold."""
 
     digest: str | None = None
-    """The source digest: `python benchmarks/digest.py package` prints that of a checkout."""
+    """The source digest: `python benchmarks/digest.py package` prints a checkout's."""
 
     kernels: str | None = None
     """The digest of csrc alone: `python benchmarks/digest.py kernels`."""
@@ -69,7 +69,7 @@ class Build:
 
 
 def _read_record() -> dict[str, Any]:
-    """What setup.py wrote of the binary; {} where it is missing or unreadable."""
+    """What setup.py wrote of the binary; {} if it is missing or unreadable."""
     try:
         record = json.loads(_RECORD.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -78,7 +78,7 @@ def _read_record() -> dict[str, Any]:
 
 
 def _mismatch(record: dict[str, Any]) -> str | None:
-    """Why the binary is not that of this package, before it is loaded, or None."""
+    """Why the binary is not this package's, before it is loaded, or None."""
     version, size = record.get("version", __version__), record.get("bytes")
     if version != __version__:
         return f"of flash_ext {version}, and this is {__version__}"
@@ -122,7 +122,7 @@ def _load_binary() -> str | None:
 
 _record = _read_record() if _BINARY.exists() else {}
 cuda_missing = _load_binary()
-"""The state of the CUDA kernels, and what to do; None where they are loaded."""
+"""The state of the CUDA kernels, and what to do; None if they are loaded."""
 
 
 def cuda_targets() -> str | None:
@@ -148,7 +148,7 @@ def cuda_build() -> Build | None:
 
 
 def checksum_agrees() -> bool | None:
-    """Whether the library has the bytes that were built; None where their checksum is unknown."""
+    """Whether the library has the bytes that were built; None if their checksum is unknown."""
     if "sha256" not in _record:
         return None
     return hashlib.sha256(_BINARY.read_bytes()).hexdigest() == str(_record["sha256"])

@@ -40,7 +40,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *, need_lse: bool = True, **options
     """`fwd` for callers in Python, quicker. Without need_lse, lse may have no gradient.
 
     Where a call would first reach its Autocast and Autograd kernels this calls them directly: the
-    dispatcher's way into Python and back takes longer than a launch.
+    dispatcher's way into Python and back is slower than a launch.
     """
     if is_compiling() or in_transforms() or in_function_mode():
         return fwd(q, k, v, **options)

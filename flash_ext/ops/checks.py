@@ -15,7 +15,7 @@ from .options import QK_8_BITS
 from .torch_private import in_dual_level
 
 Pair = Sequence[int] | Tensor
-"""Two integers, for type checkers; `require_pair` takes NumPy arrays too."""
+"""Two integers, for type checkers; `require_pair` accepts NumPy arrays too."""
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -43,7 +43,7 @@ def refuse(argument: str, wanted: str, got: object) -> NoReturn:
 
 
 def require_tensors(**arguments: Any) -> None:
-    """Refuse what is not a dense tensor: its attributes and ops would fail without naming it."""
+    """Refuse all but dense tensors: its attributes and ops would fail without naming it."""
     for name, x in arguments.items():
         if isinstance(x, Tensor):
             if x.is_nested:
@@ -54,14 +54,14 @@ def require_tensors(**arguments: Any) -> None:
 
 
 def require_dtype(argument: str, dtype: Any) -> torch.dtype:
-    """Refuse what is no dtype."""
+    """Refuse all but dtypes."""
     if not isinstance(dtype, torch.dtype):
         refuse(argument, "a torch.dtype", repr(dtype))
     return dtype
 
 
 def refuse_gradients(**constants: Any) -> None:
-    """Refuse tensors that want a gradient where there is none: it would be lost in silence."""
+    """Refuse tensors that want a gradient if there is none: it would be lost in silence."""
     for name, x in constants.items():
         if not isinstance(x, Tensor):
             continue

@@ -14,7 +14,7 @@ from .schemas import library
 
 def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     require_one_device(q, k=k, v=v, **options)
-    *batch, rows, heads, _ = q.shape  # no batch where sequences are packed
+    *batch, rows, heads, _ = q.shape  # no batch if sequences are packed
     dtype = result_dtype(q.dtype, options.get("out_dtype"))
     out = q.new_empty((*batch, rows, heads, v.shape[-1]), dtype=dtype)
     lse = q.new_empty((*batch, heads, rows), dtype=statistics_dtype(q.dtype))

@@ -1,7 +1,7 @@
 """FLOPs of the ops for `torch.utils.flop_counter.FlopCounterMode`, by the rule of SDPA's formulas.
 
 That is two matmuls forward and five backward over whole rows of scores: masked scores count too.
-Packed sequences count with their own lengths, where these can be read.
+Packed sequences count with their own lengths, if these can be read.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 
 def _values(lengths: Tensor) -> list[int] | None:
-    """None where tensors hold no values: on the meta device, and in the subclasses of tracing."""
+    """None if tensors hold no values: on the meta device, and in the subclasses of tracing."""
     if lengths.is_meta or type(lengths) is not Tensor:
         return None
     return lengths.tolist()

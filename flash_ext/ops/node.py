@@ -80,7 +80,7 @@ def takes(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> bool:
 def find(device: str = "CUDA") -> Callable[..., tuple[Tensor, Tensor]] | None:
     """(q, k, v, options) -> (out, lse) for calls that `takes` is true of; out has the node.
 
-    None where torch no longer has ATen's op, or has changed it.
+    None if torch no longer has ATen's op, or has changed it.
     """
     try:
         ops = [getattr(torch.ops.aten, name).default for name in (NAME, f"{NAME}_backward")]

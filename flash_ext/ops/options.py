@@ -48,7 +48,7 @@ _MIN_SOFTCAP = 2.0**-10  # of less, tanh cannot be told from P and lse in the ba
 
 @dataclass(frozen=True)
 class About:
-    """What is known of an option apart from its name, type and default."""
+    """The facts of an option beside its name, type and default."""
 
     meaning: str
     """One line, for tables and for the help of `python -m flash_ext`."""
@@ -64,7 +64,7 @@ class About:
     """Whether it is a tensor with one number for all, or else with both batch and heads."""
 
     most: Mapping[str, float] = field(default_factory=dict)
-    """The largest value that a variant takes, where that is less than others do."""
+    """The largest value that a variant takes, if that is less than others do."""
 
     wanted: str = ""
     """The values that are allowed, in words, where `allows` restricts them."""
@@ -164,7 +164,7 @@ class Options:
 
     @property
     def cu_seqlens(self) -> tuple[Tensor, Tensor] | None:
-        """For q and for k; None where sequences are not packed."""
+        """For q and for k; None if sequences are not packed."""
         if self.cu_seqlens_q is None or self.cu_seqlens_k is None:
             return None
         return self.cu_seqlens_q, self.cu_seqlens_k
@@ -179,7 +179,7 @@ TENSOR_OPTIONS = frozenset(name for name, x in FIELDS.items() if "Tensor" in str
 """The names of those that are tensors."""
 
 CONSTANTS = frozenset(("alibi_slopes", "q_descale", "k_descale", "v_descale"))
-"""Those of floating dtype that get no gradient."""
+"""Options of floating dtype that get no gradient."""
 
 
 def dim_of(name: str, dims: int, what: str) -> int | None:

@@ -4,8 +4,8 @@
     fp8_token_mean(x, *, cu_seqlens, seqused) -> mean
 
 x is (B, S, H, D), or (total, H, D) with cu_seqlens. `blocks` is the last dimension of the descales
-of scales="block": ceil(S / 128), or with cu_seqlens at least that of the longest sequence. dtype is
-float8_e4m3fn where it is None. The rest is as in `flash_ext.fp8`. Neither op has a gradient.
+of scales="block": ceil(S / 128), or with cu_seqlens at least the longest sequence's. dtype is
+float8_e4m3fn if it is None. The rest is as in `flash_ext.fp8`. Neither op has a gradient.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def check_scales(scales: str) -> None:
 
 
 def check_dtype(dtype: torch.dtype | None, scales: str) -> torch.dtype:
-    """That of the result: float8_e4m3fn where it is None. int8 has scales of blocks only."""
+    """The result's dtype: float8_e4m3fn if it is None. int8 has scales of blocks only."""
     if dtype is None:
         return FP8
     if dtype not in QK_8_BITS:

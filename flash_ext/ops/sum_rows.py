@@ -4,7 +4,7 @@
 
 writes the sum of parts, in their order, to all rows of out (B, S, H, D). Part p, (B, rows, H, D),
 is of rows firsts[p] to firsts[p] + rows of the sequence; a row that is in none has zeros. With
-index (S), int32, row i of out is that of row index[i] of the sequence. out may be one of the parts
+index (S), int32, row i of out is row index[i] of the sequence. out may be one of the parts
 if there is no index and it is of rows 0 to S.
 
     combine_parts(out!, lse!, parts, lse_parts, firsts) -> ()

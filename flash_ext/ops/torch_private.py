@@ -1,4 +1,4 @@
-"""Every private name of torch that flash_ext uses, and what it does where torch lacks one.
+"""Every private name of torch that flash_ext uses, and what it does if torch lacks one.
 
 Any release of torch may rename a private name. So they are looked up here, when flash_ext is
 imported, and nowhere else. None is required: without one, public functions give the same results
@@ -117,7 +117,7 @@ def _skip_next_autograd_kernel() -> Iterator[None]:
 
 
 below_autograd: Callable[[], AbstractContextManager[Any]] = _guard or _skip_next_autograd_kernel
-"""Within this an op skips its Autograd kernel, that of `register_autograd_kernel`."""
+"""Within this an op skips its Autograd kernel (`register_autograd_kernel`)."""
 
 
 def _after_autograd(keys: Any) -> Any:
@@ -167,12 +167,12 @@ _after_in_place = _find("torch._C._after_ADInplaceOrView_keyset")
 
 def below_in_place() -> AbstractContextManager[Any]:
     """Within this nothing is recorded, and versions of tensors are not counted: for code whose
-    tensors nobody else has. Where torch lacks the name it does nothing, which takes longer."""
+    tensors that only the op has. If torch lacks the name it does nothing, which is slower."""
     return contextlib.nullcontext() if _below_in_place is None else _below_in_place()
 
 
 def register_in_place(library: Library, op: Any, count: int) -> None:
-    """Let autograd know that an op of the library writes into its first arguments, so many: where
+    """Let autograd know that an op of the library writes into a number of its first arguments: if
     it has saved one for a backward pass, that raises. Without torch's names for it nothing is
     noticed on CUDA; on the CPU the kernels write by torch's own ops."""
     if _below_in_place is None or _after_in_place is None:
@@ -194,9 +194,9 @@ def recorder(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     an Autograd kernel the dispatcher has done this: only the innermost transform is left, and the
     outer ones must record the op inside. So under transforms this applies a Function of a single
     level, as torch does in its own Autograd kernels. Elsewhere it skips what `apply` does for
-    transforms, which takes longer than a launch.
+    transforms, which is slower than a launch.
 
-    Where torch lacks the names for this it is function.apply, which torch.func refuses. Where
+    If torch lacks the names for this it is function.apply, which torch.func refuses. Where
     in_transforms is unknown it always has a single level, which compiled autograd refuses.
     """
     if None in (_single_level, _allow_single_level, _set_tangents_enabled):
@@ -244,7 +244,7 @@ _call_rule = _find("torch._functorch.autograd_function.custom_function_call_vmap
 
 
 def register_vmap_kernel(library: Library, op: Any, rule: Callable[..., Any]) -> None:
-    """Let `torch.vmap` call `rule`. Where torch lacks the names for this, elements run one by one.
+    """Let `torch.vmap` call `rule`. If torch lacks the names for this, elements run one by one.
 
     Args:
         library: the library of the op.
@@ -273,9 +273,9 @@ _disable_functorch = _find("torch._C._DisableFuncTorch")
 
 @contextlib.contextmanager
 def ordinary_tensors() -> Iterator[None]:
-    """Within this, factories make ordinary tensors, which may be kept: not those of inference mode,
-    of a compiler's mode or of a transform of torch.func. Without torch's names for it they make
-    what the caller's modes make of them."""
+    """Within this, factories make ordinary tensors, which may be kept: not tensors of inference
+    mode, of a compiler's mode or of a transform of torch.func. Without torch's names for it they
+    make what the caller's modes make of them."""
     with contextlib.ExitStack() as stack:
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
@@ -289,7 +289,7 @@ def ordinary_tensors() -> Iterator[None]:
 # --- Timing ---
 
 gpu_sleep: Callable[[int], object] = _find("torch.cuda._sleep") or (lambda cycles: None)
-"""Keeps the GPU busy for so many cycles. Without it some calls have a part of the CPU's time."""
+"""Keeps the GPU busy for this number of cycles. Without it some times include the CPU's."""
 
 
 # --- Memory that the GPUs of a host share ---
@@ -299,14 +299,14 @@ class SymmetricMemory(NamedTuple):
     """Functions of torch's symmetric memory."""
 
     allocate: Callable[[int, torch.device], Tensor]
-    """So many bytes, uint8, that peers can map. Not from a pool, which would keep what is freed."""
+    """This number of bytes, uint8, that peers can map. Not from a pool: it keeps freed memory."""
 
     rendezvous: Callable[[Tensor, Any], Any]
     """With a process group, all ranks together: a handle with `get_buffer` and `barrier`."""
 
 
 def symmetric_memory() -> SymmetricMemory | None:
-    """The functions, or None where torch lacks them. Looked up late: the import takes a while."""
+    """The functions, or None if torch lacks them. Looked up late: the import is slow."""
     try:
         module = importlib.import_module("torch.distributed._symmetric_memory")
         empty = module._SymmetricMemory.empty_strided_p2p
@@ -330,5 +330,5 @@ def _find_process_group_of() -> Callable[[str], Any] | None:
 
 
 process_group_of: Callable[[str], Any] | None = _find_process_group_of()
-"""The process group of this name, or None where torch lacks this: then
+"""The process group of this name, or None if torch lacks this: then
 `flash_ext.integrations.distributed.attention` breaks graphs."""

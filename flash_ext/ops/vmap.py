@@ -25,7 +25,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _have_one_batch(tensors: Any, dims: Any) -> bool:
-    """Whether the elements of all tensors have the same batch; the op itself says what is wrong."""
+    """Whether the elements of all tensors have the same batch; the op itself says the error."""
     batches = set()
     for x, dim in zip(tensors, dims, strict=True):
         if x is None:

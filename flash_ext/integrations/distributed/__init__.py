@@ -13,13 +13,13 @@
     request     what a call asks for: its checks; ranks that disagree raise instead of waiting
     methods     methods by name, and what "auto" takes by the model in `cost`
     algorithms  the methods: all-gather, ring, Ulysses
-    plan        the mask of the whole sequence as local calls, those of documents by `packing`: the
+    plan        the mask of the whole sequence as local calls (by `packing` for documents): the
                 one place with positions
     sharding    which rows a rank has
     local       a call of the plan, on tensors
     transport   every communication, and how collectives do it; copies and sums of rows
     engines     how copies between GPUs do it, in memory that `symmetric` finds
-    on_device   numbers of the host on a device, what is kept of them, and streams
+    on_device   numbers of the host on a device, their caches, and streams
 """
 
 import torch.distributed

@@ -22,7 +22,7 @@ from .sharding import Sharding, Span
 from .transport import Pending, Rows, Sum, Transport, add_in_place, many, narrowed
 
 # -------------------------------------------------------------------------------------- all-gather
-# All-gather: every rank gathers K and V and computes its queries by calls of its own.
+# All-gather: every rank gathers K and V and computes its queries by its own calls.
 #
 # As in Llama 3 (arXiv 2407.21783, section 3.3.2). K and V travel in pieces of heads: while the
 # kernel computes one piece the next travels. A query meets all its keys in one call, so nothing is
@@ -167,12 +167,12 @@ class Gather:
         return q, k, v, out, lse
 
     def _as_batch(self, batch: int, heads: int) -> bool:
-        """Whether a piece of so many key heads has one call backward if that can be."""
+        """Whether a piece of this number of key heads has one call backward if that can be."""
         return batch == 1 and heads * sum(call.k[1] - call.k[0] for call in self.calls) <= FEW_KEYS
 
     def _beside_each_other(self, views: Sequence[_Views], dsink: Tensor | None) -> bool:
-        """Whether the calls of a piece are on two streams by turns: those of documents, whose last
-        tiles are of unequal lengths. Others were no faster (docs/notes/020)."""
+        """Whether the calls of a piece alternate between two streams: calls of documents, whose
+        last tiles are of unequal lengths. Others were no faster (docs/notes/020)."""
         packed = all(of_call.call.packed is not None for of_call in views)
         return self._beside and packed and dsink is None  # which is added up on one stream
 
@@ -269,9 +269,9 @@ def _others(spans: Iterable[Span]) -> Iterator[slice]:
 # all queries, all of a later rank's keys for the second half of the queries.
 #
 # While the kernel computes a step, K and V of the next travel. A step gives out and lse as if there
-# were no other keys; `torch.ops.flash_ext.combine_parts` makes those of several steps into that of
-# all their keys. In the backward pass each step has the lse and out of all keys, so gradients only
-# add: dQ stays here, and each step's dK and dV go to their rank in the inputs' dtype.
+# were no other keys; `torch.ops.flash_ext.combine_parts` makes the lse of all keys from the
+# lse of several steps. In the backward pass each step has the lse and out of all keys, so gradients
+# only add: dQ stays here, and each step's dK and dV go to their rank in the inputs' dtype.
 #
 # All sums are formed in float32, and rounded once. Their passes over memory are what a ring costs
 # beyond its kernels: so what the steps give is kept and added up in one pass, a few at a time.
@@ -285,7 +285,7 @@ class Ring:
         self.steps = plan.ring(shards, transport.rank, mask)
 
     def _keys(self, k: Tensor, v: Tensor) -> Iterator[Rows]:
-        """K and V of each step; those of the next one travel meanwhile."""
+        """K and V of each step, while the next K and V travel."""
         begin = self.transport.rotate((k, v), len(self.steps), "ring of K and V")
         here: Rows = k, v
         for t in range(1, len(self.steps)):
@@ -343,8 +343,8 @@ class Ring:
 
 
 class _Results:
-    """out (B, rows, H, Dv) and lse (B, H, rows) of all keys from those of some keys each; a few at
-    a time, so that not all of many are kept."""
+    """out (B, rows, H, Dv) and lse (B, H, rows) of all keys from several results of some keys;
+    a few at a time, so that not all of many are kept."""
 
     def __init__(self, queries: torch.Size, v: Tensor) -> None:
         """`queries`: (B, rows, H)."""
@@ -384,7 +384,7 @@ class _Results:
 # before travels out. Within, a rank has whole sequences, or, at two levels, all rows of its group
 # of ranks, which a ring or an all-gather across groups completes.
 #
-# Every rank needs key heads of its own. Where there are fewer than ranks each is sent to several.
+# Every rank needs its own key heads. If there are fewer than ranks, each is sent to several.
 
 SAVED = 5
 """How many tensors an all-gather and a ring save: q, k, v, out and lse."""
@@ -406,7 +406,7 @@ class Core(Protocol):
 
 
 def key_head_copies(heads_q: int, heads_k: int, ranks: int) -> int | None:
-    """How many ranks share a key head; None where the heads cannot be divided."""
+    """How many ranks share a key head; None if the heads cannot be divided."""
     if heads_q % ranks:
         return None
     if heads_k % ranks == 0:
@@ -415,7 +415,7 @@ def key_head_copies(heads_q: int, heads_k: int, ranks: int) -> int | None:
 
 
 class Ulysses:
-    """This method, with another one for what is left to do within."""
+    """This method, with another one for the rest, within."""
 
     def __init__(
         self, transport: Transport, inner: Core, copies: int, pieces: tuple[int, ...]

@@ -6,15 +6,15 @@ For n ranks, S rows in all, Hq and Hk heads, head dims D and Dv, and b bytes an 
 receives in a forward pass
 
     all_gather  (n - 1) / n · S Hk (D + Dv) b, in pieces of heads; the first piece is not hidden,
-                and of the others what takes longer than the kernels
+                and of the others the excess over the kernels
     ring        (n - 1) / n · S Hk (D + Dv) b, in n - 1 steps, each hidden by its kernels, whose
                 last tiles leave SMs idle; what the steps give is added up, a few at a time
     ulysses     (n - 1) / n² · S (Hq (D + Dv) + Hk (D + Dv)) b, in pieces of heads; the first one in
                 and the last one out are not hidden
 
 The backward pass moves K and V again (ulysses: dO) and the gradients. Kernels take
-4 S² Hq (D + Dv) / 2 · share FLOP in all, 2.5 times that backward, where `share` is that of visible
-pairs; and not less than a tile for every head of every document, however short. A pass takes no
+4 S² Hq (D + Dv) / 2 · share FLOP in all, 2.5 times that backward (`share`: of visible pairs);
+and not less than a tile for every head of every document, however short. A pass takes no
 less time than its host needs to enqueue its pieces or steps. Numbers of a machine are a `Machine`;
 H200 was measured.
 """
@@ -70,9 +70,10 @@ class Machine:
     backward of parts of 33 rows, 44 and 113 of whole documents."""
 
     host: float = 0.5e-3
-    """Seconds until the host has enqueued a piece of an all-gather or a step of a ring, twice that
-    of ulysses, whose results travel back; 2.5 times that backward. An estimate: hosts of H200s took
-    0.5 to 0.75 ms with more views and look-ups than a piece has now, and of ulysses 1.0 to 1.1."""
+    """Seconds until the host has enqueued a piece of an all-gather or a step of a ring; twice as
+    long for ulysses, whose results travel back; 2.5 times as long backward. An estimate: hosts of
+    H200s took 0.5 to 0.75 ms with more views and look-ups than a piece has now, for ulysses 1.0 to
+    1.1."""
 
 
 ONE_HOST = Machine()
@@ -82,7 +83,7 @@ ENGINES = Machine(link=399e9, latency=12e-6)
 """The same ranks, with copies by copy engines.
 
 Seen once between two H200s, in a run that left no result file (docs/notes/020): a copy of 29.4 MB
-takes 77.5 us and one of 4.2 MB 14.4 us, so 3.9 us and then 399 GB/s; a barrier takes 4 us. A
+costs 77.5 us and one of 4.2 MB 14.4 us, so 3.9 us and then 399 GB/s; a barrier costs 4 us. A
 transfer is a barrier and the beginnings of two copies, of a zigzag's two spans.
 
 Where your links differ, assign a Machine of your own here, the same one on every rank:
@@ -172,9 +173,9 @@ def pieces_of(
 
     Args:
         heads: in all.
-        ratio: the time of the kernels over that of the transfers.
+        ratio: the time of the kernels over the time of the transfers.
         returns: whether something travels back.
-        smallest: of the heads, those of the first and the last piece.
+        smallest: the number of heads in the first and the last piece.
     """
     unit = max(1, round(heads * smallest))
     if heads <= unit:
@@ -200,7 +201,7 @@ class Flow:
     """Of a piece."""
 
     ratio: float
-    """The time of the kernels over that of the transfers, forward."""
+    """The time of the kernels over the time of the transfers, forward."""
 
     ways: int = 1
     """How often as much travels, each hidden by the kernels."""
@@ -215,7 +216,7 @@ class Flow:
         return self.ways * (done - share * self.kernels)
 
     def pieces(self, heads: int, returns: bool) -> tuple[int, ...]:
-        """How many of so many key heads are in each piece: as `pieces_of` says, if the host
+        """How many of these key heads are in each piece: as `pieces_of` says, if the host
         enqueues these in time. Otherwise in fewer and larger pieces, if that is faster."""
 
         def seconds(pieces: tuple[int, ...]) -> tuple[bool, float]:
@@ -232,8 +233,8 @@ class Flow:
 
 
 def _kernels(call: Call, machine: Machine, sequences: float, backward: bool) -> float:
-    """Seconds of a rank's kernels if all have the same work, which is in so many sequences of all
-    query heads: by their FLOP, or by their tiles, of which each sequence has one at least."""
+    """Seconds of a rank's kernels if all have the same work, which is in `sequences` sequences of
+    all query heads: by their FLOP, or by their tiles, of which each sequence has one at least."""
     flops = 2.0 * call.batch * call.heads_q * (call.dim + call.dim_v) * call.rows**2 * call.share
     speed = machine.backward / 2.5 if backward else machine.forward
     tiles = max(sequences, sequences / 2 + call.rows / call.ranks / TILE)

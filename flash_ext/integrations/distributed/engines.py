@@ -4,14 +4,14 @@ For ranks of one host that can read and write each other's memory. A collective 
 which take SMs from the attention kernel beside them, or wait for it where it fills the GPU. Here a
 rank writes what others want into its own memory (`Staging`), all ranks meet in a barrier, and the
 copies from the others' memory run on a stream beside the kernels. They follow one another: two
-streams would share one engine, and what is needed first would wait for what is needed later. Only
+streams would share one engine, and early data would wait for late data. Only
 what no kernel hides, the first keys of an all-gather, is written into the others' memory.
 
-The barrier and what is written come before the attention kernel that is enqueued next: beside one
+The barrier and the writes come before the attention kernel that is enqueued next: beside one
 that fills the GPU they could not begin.
 
-Tensors of the whole sequence travel span by span, each to its place. Where ranks have many spans,
-as of packed documents, the host could not enqueue so many copies in time: there such tensors lie in
+Tensors of the whole sequence travel span by span, each to its place. If ranks have many spans,
+as of packed documents, the host could not enqueue all copies in time: there such tensors lie in
 the order of ranks while they travel, one copy from each, and a kernel brings the rows from one
 order to the other.
 """
@@ -47,10 +47,10 @@ from .transport import (
 # ----------------------------------------------------------------------------------------- staging
 # Memory that other ranks read and write, and when it may be written again.
 #
-# Most transfers pull: every rank writes what the others want into a region of its own memory, all
+# Most transfers pull: every rank writes what the others want into a region of its memory, all
 # ranks meet, and then each copies from the regions of the others. Some push: every rank writes into
 # the regions of all, and once they have met each reads its own. All ranks do the same in the same
-# order, so their regions have the same places, and nobody tells anybody where.
+# order, so their regions have the same places, and no rank has to tell another where.
 #
 # A region may be written again, by any rank, when no rank reads it any more. What a rank knows of
 # others it knows by barriers: each lets its stream wait for its pulls of a region, and enqueues
@@ -60,17 +60,17 @@ from .transport import (
 #        the next barrier reads this rank's own part), at the same call on every rank;
 #     2. it is free once a barrier was enqueued after it was closed. `take` may enqueue one.
 #
-# Every transfer has a barrier of its own, so a free region costs none: a forward pass uses two
+# Every transfer has its own barrier, so a free region costs none: a forward pass uses two
 # regions in turn.
 
 ALIGNMENT = 256
 """Of regions and of the blocks in them, in bytes."""
 
 GRAIN = 1 << 21
-"""Memory is taken in multiples of so many bytes, the driver's pages."""
+"""Memory is taken in multiples of this number of bytes, the driver's pages."""
 
 LARGE = 1 << 30
-"""Bytes from which an extra barrier is cheaper than more memory: it frees what is closed."""
+"""Bytes from which an extra barrier is cheaper than more memory: it frees closed regions."""
 
 Copy = tuple[Tensor, Tensor]
 """Where to and where from: contiguous, of one shape and dtype."""
@@ -94,7 +94,7 @@ class Window(Protocol):
         seen by all, when what they enqueue after it begins."""
 
     def mark(self) -> Callable[[Sequence[Copy]], Callable[[], object]]:
-        """A function that begins copies, once what is now enqueued on the current stream is done,
+        """A function that begins copies, once the work now enqueued on the current stream is done,
         and returns their wait: of the stream that is then the current one."""
 
 
@@ -109,14 +109,14 @@ class Region:
     """How many barriers had been enqueued when it was closed."""
 
     kept: list[object] = field(default_factory=list)
-    """Where pulls write: alive until they are done, even if nobody waits."""
+    """Where pulls write: alive until they are done, even if no stream waits."""
 
 
 class Staging:
     """The regions of one group of ranks."""
 
     def __init__(self, open_window: Callable[[int], Window]) -> None:
-        """`open_window` makes a window of so many bytes; all ranks call it together."""
+        """`open_window` makes a window of a number of bytes; all ranks call it together."""
         self._open = open_window
         self._window: Window | None = None
         self._capacity = 0
@@ -129,7 +129,7 @@ class Staging:
         return self._capacity
 
     def take(self, size: int) -> Region:
-        """A region of so many bytes, which this rank may write from now on."""
+        """A region of `size` bytes, which this rank may write from now on."""
         size = max(1, -(-size // ALIGNMENT)) * ALIGNMENT
         if self._window is not None:
             self._window.follow()
@@ -148,7 +148,7 @@ class Staging:
         return region
 
     def _grow(self, size: int) -> None:
-        """A new window, empty, with so many bytes more. Open regions keep the old one.
+        """A new window, empty, with `size` bytes more. Open regions keep the old one.
 
         Every window costs all ranks a while: so memory is doubled as long as it is small.
         """
@@ -246,7 +246,7 @@ class _Parcel:
 
 
 def _rows_first(x: Tensor, count: int) -> Like:
-    """The block of a tensor (B, rows, H, ...) with so many rows: (count, B, H, ...)."""
+    """The block of a tensor (B, rows, H, ...) with `count` rows: (count, B, H, ...)."""
     return (count, x.shape[0], *x.shape[2:]), x.dtype
 
 
@@ -287,14 +287,14 @@ class CopyEngines:
             return x
         out = torch.empty_like(x)
         pick(out, x, inverse)
-        if x.is_cuda:  # of another stream, maybe, and nobody keeps it
+        if x.is_cuda:  # of another stream, maybe, and nothing keeps it
             x.record_stream(torch.cuda.current_stream(x.device.index))
         return out
 
     def gather(self, tensors: Rows, pieces: Sequence[int], what: str) -> Begin:
         """As `Transport` says. The tensors of a piece lie side by side, so they are half as many
         copies. Nothing hides the first piece: a kernel writes it to its place on every rank, which
-        takes less time than copies, while the SMs have nothing else to do.
+        costs less time than copies, while the SMs have nothing else to do.
         """
         x, *_ = tensors
         dtype, device, batch = x.dtype, x.device, x.shape[0]

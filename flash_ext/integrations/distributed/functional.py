@@ -100,7 +100,7 @@ def _in_graph(
     cu_seqlens: Tensor | Sequence[int] | None,
     options: Options,
 ) -> tuple[Tensor, Tensor]:
-    """out and lse by the op; `options` are those of the ops."""
+    """out and lse by the op; `options` are the ops' options."""
     groups = groups_of(group)
     if cu_seqlens is not None and not isinstance(cu_seqlens, Tensor):
         cu_seqlens = torch.tensor(cu_seqlens, dtype=torch.int64, device="cpu")
@@ -310,7 +310,7 @@ def attention(
 
     Every rank of the group calls this with its rows, which `shard` cuts out of the whole, and gets
     its rows of out. Differentiable in q, k, v and sink, through out and through lse. The results
-    are those of the whole sequence on one device, up to rounding.
+    are the whole sequence's on one device, up to rounding.
 
     A query sees keys by their positions in the whole sequence. All options mean what they mean
     there. Sources: Llama 3 (arXiv 2407.21783, section 3.3.2) for "all_gather", Ring Attention
@@ -324,10 +324,10 @@ def attention(
         group: the ranks that share the sequence: a process group, a DeviceMesh of one dimension, or
             None for all ranks. A DeviceMesh of two dimensions (across, within) is for two levels:
             Ulysses within the last dimension, and `method` across the first.
-        method: "all_gather", "ring", "ulysses", or "auto" for that of the shortest time by the
+        method: "all_gather", "ring", "ulysses", or "auto" for the one of the shortest time by the
             model of `flash_ext.integrations.distributed.cost`.
         transport: "collectives" of the group's backend; "copy_engines", copies between the GPUs of
-            one host that leave the SMs to the kernels beside them; or "auto" for copies where they
+            one host that leave the SMs to the kernels beside them; or "auto" for copies if they
             work. A CUDA graph captures collectives.
         layout: which rows a rank has: "zigzag", balanced under a causal mask; "contiguous"; or
             "document_zigzag", the zigzag of each document. `position_ids` lists them.
@@ -342,7 +342,7 @@ def attention(
         alibi_slopes: as there, with cu_seqlens only (Hq). "all_gather" takes them only with causal,
             "ring" not at all.
         sink: (Hq), the same on every rank. Its gradient is this rank's share: add them up over the
-            group, as those of every parameter.
+            group, like the gradient of every parameter.
         return_lse: return lse too.
 
     Returns:
@@ -352,7 +352,7 @@ def attention(
     Raises:
         ValueError: an argument is wrong, or the ranks disagree on shapes, dtypes or options: raised
             on every rank, at the first call of a new signature, naming what differs. New documents
-            are no new signature: what is wrong with this rank's is raised here, and that they are
+            are no new signature: an error of this rank's is raised here, and that they are
             not the same on all ranks some calls later; at once with FLASH_EXT_DEBUG=1 in the
             environment, which waits for the other ranks.
         RuntimeError: a transfer failed or timed out; the message names it.

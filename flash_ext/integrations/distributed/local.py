@@ -32,14 +32,14 @@ def of_heads(options: Options, first: int, last: int) -> Options:
 
 
 def head_pieces(heads_q: int, pieces: tuple[int, ...]) -> Iterator[tuple[slice, slice]]:
-    """The heads of q and of k in pieces of so many heads of k."""
+    """The heads of q and of k in pieces of these numbers of heads of k."""
     group = heads_q // sum(pieces)
     for a, b in itertools.pairwise((0, *itertools.accumulate(pieces))):
         yield slice(a * group, b * group), slice(a, b)
 
 
 def options_of(call: Call, options: Options, device: torch.device) -> Options:
-    """Those of the ops with the call's mask and sequences, for what the current stream does next
+    """The ops' options with the call's mask and sequences, for what the current stream does next
     and what waits for it."""
     chosen = dict(options)
     if not call.own:
@@ -75,7 +75,7 @@ def forward(
         q: all rows of the queries (B, rows, Hq, D).
         k, v: all rows of the keys at hand (B, rows_k, Hk, D) and (B, rows_k, Hk, Dv).
         options: of the ops.
-        into: (B, m, Hq, Dv), where out is written; without it, a tensor of its own.
+        into: (B, m, Hq, Dv), where out is written; without it, a new tensor.
 
     Returns:
         out (B, m, Hq, Dv) and lse (B, Hq, m) of the call's m queries, as if there were no other
@@ -91,7 +91,7 @@ def forward(
 def forward_of_views(
     call: Call, q: Tensor, k: Tensor, v: Tensor, options: Options, into: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """As `forward`: all tensors are those of `view`, and options those of `options_of`."""
+    """As `forward`: all tensors come from `view`, options from `options_of`."""
     if call.batch_step is None:
         return _forward(q, k, v, options, into)
     halves = None if into is None else _halves(into)
@@ -176,7 +176,7 @@ def backward(
 def backward_of_views(
     call: Call, x: BackwardTensors, options: Options, into: Sequence[Tensor]
 ) -> Tensor | None:
-    """As `backward`, into dq, dk and dv: all tensors are those of `view`, and options those of
+    """As `backward`, into dq, dk and dv: all tensors come from `view`, options from
     `options_of`. Returns dsink."""
     written = into
     if call.batch_step is not None:

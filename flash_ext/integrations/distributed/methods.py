@@ -52,7 +52,7 @@ class Groups:
 
     @property
     def last_first(self) -> tuple[ProcessGroup, ...]:
-        """The groups, that of the last dimension of the mesh first."""
+        """The groups, the one of the last dimension of the mesh first."""
         return (self.across,) if self.within is None else (self.within, self.across)
 
 
@@ -112,7 +112,7 @@ def _keeps_distances(method: str, shards: Sharding, mask: Mask) -> bool:
 
 
 def outer_of(groups: Groups, shards: Sharding) -> Sharding:
-    """The rows of the groups across, where `shards` has those of every rank."""
+    """The rows of the groups across; `shards` has the rows of every rank."""
     if groups.within is None:
         return shards
     assert shards.outer is not None
@@ -146,8 +146,8 @@ def ring_kernels(shards: Sharding, mask: Mask) -> int:
 def call_of(
     groups: Groups, q: Tensor, k: Tensor, v: Tensor, rows: int, facts: dict[str, Any]
 ) -> cost.Call:
-    """The sizes for the cost model: of the ranks across, where there are two levels. `facts`: what
-    is said of the visible pairs."""
+    """The sizes for the cost model: of the ranks across, if there are two levels. `facts`: the
+    visible pairs."""
     within = groups.within_size
     return cost.Call(
         batch=q.shape[0],
@@ -221,7 +221,7 @@ def build(
         groups, shards: of the call.
         mask: of the whole sequence.
         q, k, v: this rank's rows.
-        transport: what moves rows; without, that of "auto" in each group.
+        transport: what moves rows; without, the one of "auto" in each group.
     """
     make = partial(symmetric.make, "auto", q.device) if transport is None else transport
     outer = outer_of(groups, shards)
@@ -252,13 +252,13 @@ def build(
 
 @lru_cache(maxsize=64)
 def _pieces(call: cost.Call, machine: cost.Machine, heads: int, backward: bool) -> tuple[int, ...]:
-    """Key heads in each piece of an all-gather, of so many."""
+    """Key heads in each piece of an all-gather, of `heads`."""
     return cost.gathering(call, machine, backward).pieces(heads, returns=backward)
 
 
 @lru_cache(maxsize=64)
 def _exchanged(call: cost.Call, machine: cost.Machine, heads: int) -> tuple[int, ...]:
-    """The same of Ulysses, whose pieces are those of both passes."""
+    """The same of Ulysses, whose pieces serve both passes."""
     return cost.exchanging(call, machine).pieces(heads, returns=True)
 
 

@@ -1,4 +1,4 @@
-"""Numbers of the host on a device without a wait, what is kept for later calls, and streams."""
+"""Numbers of the host on a device without a wait, caches for later calls, and streams."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from torch import Tensor
 
 from ...ops.torch_private import ordinary_tensors
 
-# ------------------------------------------------------------------------------------ what is kept
+# ------------------------------------------------------------------------------------------ caches
 # What calls keep for later ones: caches that are bounded in bytes.
 #
 # Packed documents change with every step of a training, and what was planned for them is of use for
-# all layers of a step, and then never again. So a cache keeps the newest results, up to so many
-# bytes of them.
+# all layers of a step, and then never again. So a cache keeps the newest results, up to a number
+# of bytes.
 
 T = TypeVar("T")
 
@@ -56,10 +56,10 @@ class Kept(Generic[T]):
         self.function, self.most_bytes = function, most_bytes
         self.nbytes = 0
         self._results: OrderedDict[tuple[Hashable, ...], tuple[T, int]] = OrderedDict()
-        self._lock = Lock()  # backward passes are on threads of their own
+        self._lock = Lock()  # backward passes have their own threads
 
     def __call__(self, *arguments: Any) -> T:
-        """The result; not a copy, so nobody writes to it."""
+        """The result; not a copy, so callers must not write to it."""
         with self._lock:
             found = self._results.get(arguments)
             if found is not None:
@@ -138,7 +138,7 @@ class _Made:
             self._made = torch.cuda.current_stream(device.index).record_event()
 
     def here(self) -> tuple[Tensor, ...]:
-        """They are there when what is enqueued next on the current stream begins."""
+        """They are there when the next work of the current stream begins."""
         if self._device.type == "cuda":
             stream = torch.cuda.current_stream(self._device.index)
             if stream not in self._streams:  # which another one made them on, maybe
@@ -158,7 +158,7 @@ class KeptOnDevices(Kept[_Made]):
         self._make = make
 
     def on(self, x: object, device: torch.device) -> tuple[Tensor, ...]:
-        """The result, for what the current stream does next; nobody writes to it."""
+        """The result, for what the current stream does next; callers must not write to it."""
         if not captures(device):
             return self(x, device).here()
         # What a call before has made, which no work of other streams is beside.
@@ -180,7 +180,7 @@ class Numbers:
         return self.host.nbytes
 
     def on(self, device: torch.device) -> Tensor:
-        """These numbers there; a tensor that is kept, so nobody writes to it."""
+        """These numbers there; a tensor that is kept, so callers must not write to it."""
         return self.host if device.type == "cpu" else _copies.on(self, device)[0]
 
 
@@ -198,7 +198,7 @@ def on_device(values: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 # ----------------------------------------------------------------------------------------- streams
-# Pieces on two streams by turns: SMs that have done their part of one piece begin the next.
+# Pieces alternate between two streams: SMs that have done their part of one piece begin the next.
 #
 # A piece of few heads has few tiles, and under a causal mask unequal ones: the last of them leave
 # most SMs idle, longest in the first piece, which is small so that little must travel before it. On
@@ -213,8 +213,8 @@ def _other(device: torch.device) -> torch.cuda.Stream:
 class Lanes:
     """The caller's stream and one beside it, for pieces that do not depend on each other.
 
-    What is enqueued before `with Lanes(...)` comes before all pieces, what is enqueued after it
-    comes after them. Memory of the caller's stream that a piece reads or writes must be taken
+    Work enqueued before `with Lanes(...)` comes before all pieces, work enqueued after it comes
+    after them. Memory of the caller's stream that a piece reads or writes must be taken
     before, and kept until then.
     """
 
@@ -242,6 +242,6 @@ class Lanes:
 
     @contextmanager
     def of(self, i: int) -> Iterator[None]:
-        """What is enqueued within belongs to piece i."""
+        """Work enqueued within belongs to piece i."""
         with torch.cuda.stream(self._streams[1]) if self._streams and i % 2 else nullcontext():
             yield

@@ -2,8 +2,8 @@
 
 Each step of a training has new documents, and the host must not be late with its kernels. So there
 is no loop over documents here: each line is about all pairs of a part of the queries' documents and
-a part of the keys', as tensors of the host. There are few lines, since each takes microseconds
-however few documents there are. What is looked at one by one are chains of such pairs, a few for
+a part of the keys', as tensors of the host. There are few lines, since each costs microseconds
+however few documents there are. Only chains of such pairs are looked at one by one, a few for
 each step of a ring.
 
 A part of the queries and one of the keys are the same rows or have none in common, as a sharding
@@ -31,7 +31,7 @@ from .sharding import FEW_SPANS, Documents, Sharding, Span, cells_of, documents_
 
 @dataclass(frozen=True)
 class Mask:
-    """What is visible in the whole sequence."""
+    """The mask of the whole sequence."""
 
     left: int | None = None
     """How many keys before its own a query sees; None: all."""
@@ -99,15 +99,15 @@ class Call(NamedTuple):
     packed: Packed | None = None
 
     batch_step: int | None = None
-    """Of two halves of q as a batch of two, in one call: the second half's keys begin so many rows
-    after the first's; k is from the first half's first key to the second half's last."""
+    """Of two halves of q as a batch of two, in one call: the second half's keys begin this number
+    of rows after the first's; k is from the first half's first key to the second half's last."""
 
     used: tuple[int, int] | None = None
     """How many keys each of the halves has."""
 
     aligned: bool = True
     """Whether the last query and the last key of each sequence have one position: then distances,
-    of ALiBi, are those of the whole sequence."""
+    of ALiBi, count in the whole sequence."""
 
     @property
     def nbytes(self) -> int:
@@ -117,11 +117,11 @@ class Call(NamedTuple):
 
 # -------------------------------------------------------------------------------- packed documents
 Q, K, Q_END, K_END, ALIGNED, ALL_ALIGNED, ALL_USED, SIDES = range(8)
-"""What is known of a pair: the rows [Q, Q_END) of the rank's queries that see a key, and [K, K_END)
+"""The facts of a pair: the rows [Q, Q_END) of the rank's queries that see a key, and [K, K_END)
 of the source's keys that a query sees; whether the last query and the last key have one position;
 how often that is so up to this pair, and how many keys there are up to it; and, from SIDES on, the
 sides of the window that the mask limits, as the op has them, and one more: 0 is unlimited. It is -1
-throughout where there is nothing to compute."""
+throughout if there is nothing to compute."""
 
 
 def _visible(q: Tensor, k: Tensor, mask: Mask) -> tuple[Tensor, ...]:
@@ -186,8 +186,8 @@ class _Chain(NamedTuple):
     """Pairs that follow one another in one call."""
 
     group: tuple[int, bool, int, int]
-    """The source, whether the keys are others than the queries' own, and the window: what is one
-    in a call."""
+    """The source, whether the keys are others than the queries' own, and the window: equal
+    throughout a call."""
 
     pairs: int
     gapless: bool
@@ -198,7 +198,7 @@ class _Chain(NamedTuple):
 
     at: tuple[int, int, int, int]
     """Where the first pair's rows are among the numbers of the plan: where its queries begin and
-    where they end, and so of its keys. Those of the other pairs follow."""
+    where they end, and so of its keys. The other pairs' follow."""
 
     q: tuple[int, ...] = ()
     k: tuple[int, ...] = ()
@@ -256,7 +256,7 @@ def _plan(
 
     Args:
         q: the rank's parts, (3, m, documents).
-        k: those of the keys, (3, sources, m, documents).
+        k: the keys' offsets, (3, sources, m, documents).
         mask: with the documents.
         rows: of the whole sequence.
         own: as in `_chains`.
@@ -295,7 +295,7 @@ def _calls(flat: Tensor, runs: list[list[_Chain]]) -> list[Call]:
             q, q_end, k, k_end = (x - begin for x in chain.at)
             pieces.append((chain.pairs, q, k, k_end, *first))
             begin += chain.pairs
-        # Then the ends of the last pair. What is its number of used keys nobody reads.
+        # Then the ends of the last pair. No kernel reads the field of its number of used keys.
         pieces.append((1, q_end - 1, k_end - 1, k_end - 1, *first))
         edges.append(begin + 1)
     sizes, *columns = zip(*pieces, strict=True)
@@ -379,7 +379,7 @@ def _of_blocks(
     mask: Mask,
     blocks: list[list[_Block]],
 ) -> tuple[Tensor, list[list[_Chain]]]:
-    """As `_plan_of`, where there are blocks: each is a chain with each other one."""
+    """As `_plan_of`, if there are blocks: each is a chain with each other one."""
     documents, causal = mask.documents_of(shards.rows), mask.right == 0
     ranks = [rank] if sources is None else range(shards.ranks)
     first, last, shift = cells_of(shards, documents, ranks).unbind()
@@ -427,7 +427,7 @@ class _Chunks:
 
     Attributes:
         last: where they end in the sequence, (ranks, 2, documents).
-        numbers: of each rank cu_seqlens of both, whose beginning is that of the first ones, and
+        numbers: of each rank cu_seqlens of both, which begin with the first ones', and
             then cu_seqlens of the second ones.
     """
 

@@ -43,7 +43,7 @@ def _segments(spans: Sequence[Span]) -> list[_Segment]:
 
 
 def _meet(q: _Segment, k: _Segment, mask: Mask) -> Call | None:
-    """The call of two segments; None where nothing is visible."""
+    """The call of two segments; None if nothing is visible."""
     a, b, c, d = q.first, q.last, k.first, k.last
     if mask.right is not None:
         a = max(a, c - mask.right)
@@ -145,7 +145,7 @@ def as_batch(calls: tuple[Call, ...]) -> tuple[Call, ...]:
 
 
 def _one_window(x: Call, keys_x: int, y: Call, keys_y: int) -> tuple[int, int] | None:
-    """A window that is right for two calls of equally many queries; None where there is none.
+    """A window that is right for two calls of equally many queries; None if there is none.
 
     A side that is unlimited may get any number that hides nothing.
     """
@@ -168,7 +168,7 @@ def step(shards: Sharding, rank: int, source: int, mask: Mask) -> tuple[Call, ..
 
 
 def calls_in_a_step(shards: Sharding, mask: Mask) -> int:
-    """How many calls a step of a ring has: that of the last rank with the first's keys."""
+    """How many calls a step of a ring has: as many as the last rank with the first's keys."""
     if mask.documents is not None:
         return packing.count_calls(shards, shards.ranks - 1, 0, mask)
     return len(step(shards, shards.ranks - 1, 0, mask))

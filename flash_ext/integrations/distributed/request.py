@@ -171,8 +171,8 @@ def agree(
         device: of the tensors.
 
     Raises:
-        ValueError: on every rank, naming the ranks, what differs and the values; or what is wrong
-            on one of them. If only the packing is new: what is wrong on this rank.
+        ValueError: on every rank, naming the ranks, what differs and the values; or the error
+            of one of them. If only the packing is new: an error of this rank.
         RuntimeError: a rank did not come before the group's timeout.
     """
     known = _known.setdefault(groups[-1], _Known())
@@ -227,7 +227,7 @@ def _exchange(group: ProcessGroup, mine: list[Signature]) -> list[Signature]:
 
 
 def disagreement(signatures: list[Signature]) -> str | None:
-    """What is wrong, in words, or None where all are equal.
+    """The error, in words, or None if all are equal.
 
     Args:
         signatures: of every rank, in order.
@@ -285,7 +285,7 @@ def on_host(cu_seqlens: Tensor | Sequence[int] | None) -> Documents | None:
 
 
 def require_documents(documents: Documents, rows: int) -> None:
-    """Refuse what cannot be cu_seqlens of so many rows."""
+    """Refuse what cannot be cu_seqlens of this number of rows."""
     if not documents or documents[0] != 0 or documents.shortest < 0 or documents[-1] > rows:
         refuse(
             "cu_seqlens",
@@ -343,7 +343,7 @@ def _check(
     mask: Mask,
     options: Options,
 ) -> None:
-    """Refuse what is wrong on this rank, before anything travels. `rows`: of the sequence."""
+    """Refuse this rank's errors, before anything travels. `rows`: of the sequence."""
     dims = 4 if documents is None else 3
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != dims:
@@ -405,7 +405,7 @@ def _agree(
         same[name] = ("a tensor", *shape) if isinstance(value, Tensor) else value
     named = "seqlen"
     if request.seqlen is None:
-        named = "seqlen (which must be given where ranks have unequal numbers of rows)"
+        named = "seqlen (which must be given if ranks have unequal numbers of rows)"
     packing: dict[str, Any] = {} if documents is None else {"cu_seqlens": documents}
     (same if documents is None else packing)[named] = rows
     shapes = tuple(tuple(x.shape) for x in (q, k, v))
@@ -427,7 +427,7 @@ def prepare(
     """The method for this rank, and q, k and v as it takes them: (B, rows, H, D).
 
     Args:
-        request: what is asked for.
+        request: the call.
         groups: whose ranks all call this.
         q, k, v, cu_seqlens: as in `attention`.
         options: of the ops.

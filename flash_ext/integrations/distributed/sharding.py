@@ -31,8 +31,8 @@ LAYOUTS = ("zigzag", "contiguous", "document_zigzag")
 """The names of the layouts; the first is the default."""
 
 FEW_SPANS = 4
-"""Of a rank: so many are copied one by one. With more of them, as of packed documents, a pass over
-the rows costs less than the host's work for each."""
+"""Of a rank: up to this number are copied one by one. With more, as of packed documents, a pass
+over the rows costs less than the host's work for each."""
 
 Span = tuple[int, int]
 """Rows [first, last) of the whole sequence."""
@@ -47,7 +47,7 @@ class Documents(tuple[int, ...]):
         """Rows of each: int64 (documents)."""
 
         self.shortest = int(self.sizes.min()) if len(values) > 1 else 0
-        """Fewest rows of one."""
+        """The rows of the smallest."""
 
         self.offsets = offsets.to(dtype_of(values[-1] if values else 0))
         """(documents + 1), of `dtype_of`."""
@@ -113,7 +113,7 @@ class Sharding:
             rank has, one part after the other, and `shift`: row i of the sequence is row i + shift
             of the rank. Ranks have as many parts each, some of them empty.
         lengths: how many rows each rank has.
-        outer: where several ranks share what one rank of another Sharding has: that one.
+        outer: if several ranks share what one rank of another Sharding has: that one.
         documents: of a layout by documents, those. Its parts are two of each document, the first
             ones first; rows after the last document, if there are any, are one more.
     """
@@ -167,7 +167,7 @@ class Sharding:
 
     @cached_property
     def spans(self) -> tuple[tuple[Span, ...], ...]:
-        """For each rank its spans, none of them empty: for where they are few."""
+        """For each rank its spans, none of them empty: for few spans."""
         first, last, _ = self.parts.tolist()
         of_ranks = (zip(*of_rank, strict=True) for of_rank in zip(first, last, strict=True))
         return tuple(tuple((a, b) for a, b in spans if a < b) for spans in of_ranks)
@@ -270,7 +270,7 @@ def _nested(shards: Sharding, inner: int) -> Sharding:
 
 def cells_of(shards: Sharding, documents: Documents, ranks: Sequence[int]) -> Tensor:
     """The parts of documents that ranks have, as in `Sharding.parts`: (3, ranks, m, documents).
-    Along a rank's rows all parts with a lower index of m come first, and of one index those of
+    Along a rank's rows all parts with a lower index of m come first, and of one index the parts of
     earlier documents. Some may be empty."""
     count, parts = len(documents) - 1, shards.parts
     if len(ranks) == 1:

@@ -1,7 +1,7 @@
 """Which groups have `engines.CopyEngines`, and their memory: torch's symmetric memory.
 
-That is a private interface of torch (`ops.torch_private`), tried once in each group: where torch
-lacks it, where ranks are on several hosts, or where what one rank wrote is not what others read,
+That is a private interface of torch (`ops.torch_private`), tried once in each group: if torch
+lacks it, if ranks are on several hosts, or where what one rank wrote is not what others read,
 the group has `Collectives`. All ranks of a group choose alike.
 """
 
@@ -56,7 +56,7 @@ class SymmetricWindow:
         self._stream, self._before = stream, before
         try:
             self._mine = _allocate(memory, capacity, device)
-            torch.cuda.synchronize(device)  # torch has zeroed it, before anybody else writes it
+            torch.cuda.synchronize(device)  # torch has zeroed it, before another rank writes it
             failed = None
         except RuntimeError as error:
             failed = (
@@ -178,7 +178,7 @@ def _try(group: ProcessGroup, device: torch.device) -> Staging | str:
 def _open(
     group: weakref.ref[ProcessGroup], stream: torch.cuda.Stream, before: _Before, capacity: int
 ) -> SymmetricWindow:
-    """A window of a group; what is kept for the group does not keep the group."""
+    """A window of a group; the cache of a group does not keep the group alive."""
     found = group()
     assert found is not None, "a call has the group"
     return SymmetricWindow(found, stream, before, capacity)

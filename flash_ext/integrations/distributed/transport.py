@@ -2,7 +2,7 @@
 
 Each verb of `Transport` begins a transfer and returns a `Pending`, whose `wait` gives the result.
 On CUDA everything is enqueued and nothing waits on the host: a transfer begins once the work that
-was enqueued before it is done, and `wait` holds back only what is enqueued later.
+was enqueued before it is done, and `wait` holds back only later work.
 
 There are two transports: `Collectives` here, of any backend, and `engines.CopyEngines`, for GPUs of
 one host. Tensors are (B, rows, H, ...). The rows of the whole sequence are in its order, whatever
@@ -35,7 +35,7 @@ AT_ONCE = 4
 
 
 def many(kept: Sequence[int], rows: int) -> bool:
-    """Whether so many rows are to be added up before another result of all `rows` is kept."""
+    """Whether this number of rows is to be added up before another result of all `rows` is kept."""
     return len(kept) == MOST_PARTS or sum(kept) > (AT_ONCE - 1) * rows
 
 
