@@ -1,6 +1,6 @@
 """What each option costs, and packed sequences of mixed lengths.
 
-    python benchmarks/options.py                 # both tables, under a minute on an H200
+    python benchmarks/options.py                 # all tables, under a minute on an H200
     python benchmarks/options.py --only mix
     python benchmarks/options.py --device cpu    # a smoke test
 
@@ -12,11 +12,15 @@ Second table: packed self-attention over sequences of a long-tailed mix of lengt
 drawn, ascending and descending, beside a dense call of about equal FLOPs and torch's varlen_attn.
 FLOPs are 4 H d sum(len^2), halved when causal, times 2.5 for backward.
 
+Third table: the backward call of the first table's plain one, as usual and deterministic, of
+flash_ext's variants and of SDPA's backends under torch.use_deterministic_algorithms.
+
 No call is timed before its first heads agree with float32 standard attention.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
@@ -24,20 +28,23 @@ import math
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import common
 import torch
 from common import Json
-from providers import attempt, check, refusal, running
+from providers import Provider, attempt, check, collect, refusal, running
 from timing import Timer
 from torch import Tensor
 
 import flash_ext
 import flash_ext.reference
 
-TABLES = ("options", "mix")  # each a method of Bench
+TABLES = ("options", "mix", "deterministic")  # each a method of Bench
+REPEATS = " deterministic"
+REPEATING = ("fa3", "fa2"), ("flash", "cudnn")  # variants and peers of the third table
 PLAIN = "plain"
 SEED = 55  # of the lengths: 16 sequences, so 1k in the mean, and the longest is 8192
 # (variant, direction) of the first table; fa1's backward would take as long as all the others. The
@@ -71,7 +78,7 @@ BACKWARD_ONLY = ("gradient of bias", "gradient of lse", "deterministic")
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of both tables."""
+    """The sizes of all tables."""
 
     batch: int
     seqlen: int
@@ -100,6 +107,7 @@ class Call:
     v: Tensor
     options: Json = field(default_factory=dict)
     through_lse: bool = False  # the loss uses lse too
+    around: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
 
     def attend(self, module: Any, **more: Any) -> tuple[Tensor, Tensor]:
         """(out, lse) of flash_ext or of its reference."""
@@ -129,7 +137,7 @@ class Call:
 
         kept = {n: part(n, x) for n, x in self.options.items() if n != "deterministic"}
         q, k, v = (part(name, getattr(self, name)) for name in ("q", "k", "v"))
-        return replace(self, q=q, k=k, v=v, options=kept)
+        return replace(self, q=q, k=k, v=v, options=kept, around=contextlib.nullcontext)
 
 
 Attend = Callable[[Call], tuple[Tensor, Any]]  # -> out, lse
@@ -159,6 +167,30 @@ def varlen_attn(longest: int) -> Attend:
     return attend
 
 
+def peer(provider: Provider) -> Attend:
+    """A provider that knows no options."""
+
+    def attend(call: Call) -> tuple[Tensor, None]:
+        q, k, v = (provider.view(x) for x in (call.q, call.k, call.v))
+        return provider.view(provider.attend(q, k, v, call.options["causal"])), None
+
+    return attend
+
+
+@contextlib.contextmanager
+def peer_context(provider: Provider, repeats: bool) -> Iterator[None]:
+    """A provider's own, and torch's switch without its filling of new tensors, which takes time."""
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.use_deterministic_algorithms(repeats)
+    try:
+        with provider.around():
+            yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = fills
+
+
 def forward(call: Call, attend: Attend) -> Callable[[], tuple[Tensor, ...]]:
     """The forward call to be timed, without gradients; it returns out."""
 
@@ -174,10 +206,16 @@ def backward(
 ) -> Callable[[], tuple[Tensor, ...]]:
     """The backward call to be timed, on a graph built here; it returns dq, dk and dv first."""
     leaves = [x.detach().requires_grad_() for x in (call.q, call.k, call.v)]
-    out, lse = attend(replace(call, q=leaves[0], k=leaves[1], v=leaves[2]))
+    with call.around():
+        out, lse = attend(replace(call, q=leaves[0], k=leaves[1], v=leaves[2]))
     leaves += [x for x in call.options.values() if isinstance(x, Tensor) and x.requires_grad]
     outputs, grads = ((out, lse), (dout, dlse)) if call.through_lse else ((out,), (dout,))
-    return lambda: torch.autograd.grad(outputs, leaves, grads, retain_graph=True)
+
+    def run() -> tuple[Tensor, ...]:
+        with call.around():
+            return torch.autograd.grad(outputs, leaves, grads, retain_graph=True)
+
+    return run
 
 
 def option_calls(sizes: Sizes, d: int, causal: bool, device: torch.device) -> dict[str, Call]:
@@ -332,6 +370,32 @@ class Bench:
                 result["over_dense"] = round(result["tflops"] / speed, 4)
             yield {"variant": variant, "direction": direction, "heads": heads}, results
 
+    def deterministic(self, sizes: Sizes, d: int, causal: bool) -> Iterator[tuple[Json, Json]]:
+        """The third table's cell of one head dim and mask."""
+        normal = functools.partial(torch.randn, dtype=sizes.dtype, device=self.device)
+        shape = (sizes.batch, sizes.seqlen, sizes.heads, d)
+        call = Call(*(normal(shape) for _ in range(3)), {"causal": causal})
+        known = running(self.device, d, gradients=True)
+        peers = list(REPEATING[1]) if self.device.type == "cuda" else []
+        providers, _ = collect([v for v in REPEATING[0] if v in known], peers)
+        calls: dict[str, tuple[Call, Attend]] = {}
+        for provider, repeats in itertools.product(providers, (False, True)):
+            name = f"{provider.name}{REPEATS * repeats}"
+            if provider.ours:
+                options = call.options | {"deterministic": repeats}
+                calls[name] = replace(call, options=options), ours(provider.name)
+            else:
+                around = functools.partial(peer_context, provider, repeats)
+                calls[name] = replace(call, around=around), peer(provider)
+        results = self.times(calls, "backward")
+        factor = 10 * math.prod(shape) * sizes.seqlen * (0.5 if causal else 1)
+        for name, result in ((n, r) for n, r in results.items() if "ms" in r):
+            result["tflops"] = round(factor / result["ms"] * 1e-9, 4)
+            usual = results[name.removesuffix(REPEATS)]
+            if name.endswith(REPEATS) and "ms" in usual:
+                result["ratio"] = round(result["ms"] / usual["ms"], 4)
+        yield {"direction": "backward"}, results
+
 
 def size_of(table: str, sizes: Sizes) -> Json:
     """What the cells of a table have in common."""
@@ -348,7 +412,8 @@ def size_of(table: str, sizes: Sizes) -> Json:
 
 def failed(results: Json) -> bool:
     """Whether a call of flash_ext was wrong or failed."""
-    return any("skipped" in r and "refused" not in r and name != "varlen_attn"
+    peers = "varlen_attn", *REPEATING[1]
+    return any("skipped" in r and "refused" not in r and name.removesuffix(REPEATS) not in peers
                for name, r in results.items())  # fmt: skip
 
 

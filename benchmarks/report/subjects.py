@@ -12,7 +12,7 @@ from pathlib import Path
 import builds
 from cells import GRID
 from common import Json
-from options import MEASURED, MIXED, OPTIONS, PLAIN, TABLES
+from options import MEASURED, MIXED, OPTIONS, PLAIN, REPEATS, TABLES
 from providers import LABELS
 
 from .tables import NO, Entry, load, mask_of, pivot, provenance, select, size_name, table
@@ -199,7 +199,7 @@ def training_section(folder: Path) -> Iterator[str]:
 
 # ------------------------------------------------------------------------------------- options
 def options_section(folder: Path) -> Iterator[str]:
-    """What options and mixed lengths cost."""
+    """What options and mixed lengths cost, and gradients that repeat bit by bit."""
     rows = select(load("options", folder), table=TABLES)
     if not rows:
         return
@@ -217,6 +217,15 @@ def options_section(folder: Path) -> Iterator[str]:
                     text = ratio(name, variant, direction, d)
                     if name != PLAIN and text != NO:
                         yield (f"{name}: {OPTIONS[name]}",), f"{variant} {direction}, d {d}", text
+
+    def repeating() -> Iterator[Entry]:
+        for c in select(rows, table="deterministic"):
+            for name, r in c["results"].items():
+                if name.endswith(REPEATS):
+                    text = "refused" if "skipped" in r else NO
+                    if "tflops" in r:
+                        text = f"{r['tflops']:.0f} ({r.get('ratio', math.nan):.2f})"
+                    yield (f"d {c['d']}, {mask_of(c)}",), name.removesuffix(REPEATS), text
 
     def mixed() -> Iterator[Entry]:
         for variant, direction in MIXED:
@@ -237,6 +246,11 @@ def options_section(folder: Path) -> Iterator[str]:
         f" {spread:.1%} of the ratio."
     )
     yield pivot(["option"], options(), columns)
+    yield (
+        "Backward calls that repeat bit by bit, of the same shapes; SDPA's backends under"
+        " torch.use_deterministic_algorithms."
+    )
+    yield pivot(["TFLOP/s (time over the usual)"], repeating())
     if mix := select(rows, table="mix"):
         m = mix[0]
         yield (
