@@ -126,7 +126,7 @@ def test_the_walk_to_a_launch_is_the_one_that_the_page_shows() -> None:
 
 @pytest.mark.parametrize("page", ("paths.md", "how-to-add.md"))
 def test_names_on_pages_for_readers_exist(page: str) -> None:
-    """In csrc, flash_ext or tests/native: what a page names in code style, without a slash or a dot."""
+    """What a page names in code style, in csrc, flash_ext or tests/native. No paths."""
     text = (ROOT / "docs/design" / page).read_text()
     names = set(re.findall(r"`(?:\w+::)*(\w+)`", text))
     files = [x for top in ("csrc", "flash_ext", "tests/native") for x in (ROOT / top).rglob("*.*")]
