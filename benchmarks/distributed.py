@@ -395,7 +395,7 @@ def measure(
     backward: bool,
     beside: dict[str, Provider | Kernels],
 ) -> Json:
-    """Times, memory and rates of one provider, and times of what is beside it: by turns."""
+    """Times, memory and rates of one provider, and times of the calls beside it: by turns."""
     result: Json = {"provider": provider.name, **provider.facts}
     passes = list(FACTORS)[: 2 if backward else 1]
     if clock.cuda:

@@ -91,7 +91,7 @@ def check(method: str, x: Tensor) -> None:
         return
     for a, b in zip(got, want, strict=True):
         if not torch.equal(a.cpu().float(), b.float()):
-            raise RuntimeError(f"{method}: the result is not that of the CPU kernels")
+            raise RuntimeError(f"{method}: the result differs from the CPU kernels'")
 
 
 def measure(method: str, shape: tuple[int, ...], timer: Timer, min_time: float) -> Json:

@@ -368,7 +368,7 @@ def test_growth_of_memory() -> None:
 
 
 def test_training(run: Run) -> None:
-    """As the example trains, with the same losses; the peak is that of one model."""
+    """As the example trains, with the same losses; and the peak of one model."""
     shape = ("--rounds", 2, "--steps", 1, "--seq", 64)
     (cell,) = run(train.main, *shape, "--providers", "fa2", "sdpa", "standard")
     for r in cell["providers"].values():

@@ -61,7 +61,7 @@ def some(rows: list[Json]) -> list[Json]:
 
 
 def rows_of(subject: str, folder: Path, **wanted: object) -> list[Json]:
-    """The rows of a subject that have what is wanted."""
+    """The rows of a subject with these values."""
     return some(select(load(subject, folder), **wanted))
 
 

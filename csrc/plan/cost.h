@@ -305,8 +305,8 @@ inline int decode_splits(const AttentionParams& params, const MaskSummary& mask,
 
 // --- FA3's backward ---
 
-// A CTA has a KV tile and goes over all queries of its head: those of all query heads of a group.
-// Where such CTAs are too few for the GPU, too unequal, or have too many rows in L2, groups are cut
+// A CTA has a KV tile and goes over all queries of its head, in all query heads of the group.
+// If such CTAs are too few for the GPU, too unequal, or have too many rows in L2, groups are cut
 // into equal parts; and where that does not suffice and all queries see all keys (cross attention
 // to few keys), the Q tiles of each head. For the kernels each part is a KV head, with the same K
 // and V as the other parts, and with gradients of its own. These are summed afterwards, always in

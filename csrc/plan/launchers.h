@@ -87,12 +87,12 @@ cudaError_t backward_preprocess(const BackwardParams& params, int block_q, cudaS
 // After a variant's backward, whose workspace they read.
 cudaError_t bias_gradient(BackwardParams params, cudaStream_t stream);
 cudaError_t sink_gradient(BackwardParams params, cudaStream_t stream);
-// dk and dv as the sums of those of parts, in params.dk and params.dv.
+// dk and dv as the sums over parts, whose gradients are in params.dk and params.dv.
 cudaError_t sum_parts(const BackwardParams& params, TensorView dk, TensorView dv,
                       cudaStream_t stream);
 
-// Before a deterministic backward of packed sequences: from the call's offsets (B + 1) those of
-// params, in the workspace, with which no CTA can wait forever.
+// Before a deterministic backward of packed sequences: from the call's offsets (B + 1) makes
+// params' offsets, in the workspace, with which no CTA can wait forever.
 cudaError_t sanitize_cu_seqlens(BackwardParams params, const int* given_q, const int* given_k,
                                 cudaStream_t stream);
 

@@ -48,7 +48,7 @@ struct BackwardPlan {
     MaskSummary mask;
     BackwardKernel kernel;
     Workspace workspace;
-    // The call's dK and dV, if the kernels write those of parts.
+    // The call's dK and dV, if the kernels write the parts' gradients.
     TensorView dk, dv;
     // The call's, if packed sequences are computed deterministically: the kernels read others, see
     // sanitize_cu_seqlens.cuh.

@@ -60,7 +60,7 @@ using RegistersOfA = uint32_t[4];
 #define D64(i) D32(i), D32(i + 32)
 #define LIST(...) __VA_ARGS__
 // One function. D: its N / 2 registers as text and as operands; O0, O1 and O2 are the numbers of the
-// operands `accumulate`, b and kTransposeB, those of A follow.
+// operands `accumulate`, b and kTransposeB. A's operands follow.
 #define FLASH_MMA(NAME, NUMBER, N, TYPES, D_TEXT, A_TEXT, MODIFIERS, O0, O1, D_OPERANDS, A, A_OPERANDS) \
     static FLASH_DEVICE void NAME(NUMBER (&d)[N / 2], A a, uint64_t b, int accumulate) {  \
         asm volatile("{ .reg .pred p; setp.ne.b32 p, %" O0 ", 0; "                                      \

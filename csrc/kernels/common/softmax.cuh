@@ -177,7 +177,7 @@ struct OnlineSoftmax {
         });
     }
 
-    // After the last tile: row_sum becomes that of the whole row, in every lane of its quad.
+    // After the last tile: row_sum becomes the whole row's, in every lane of its quad.
     FLASH_DEVICE void finish() {
         for_each_row<kRows>([&](int m, int i, int) { row_sum[m][i] = quad_sum(row_sum[m][i]); });
     }

@@ -23,15 +23,16 @@
 // With tuning's by_matmul, S and dP begin as -lse / scale and -delta, by a product of these with
 // ones.
 //
-// What has no matmul of the same consumer to run beside runs beside those of the other consumer,
-// which ping-pong, where it is on, ensures.
+// A step without a matmul of the same consumer beside it runs beside the other consumer's matmuls,
+// which ping-pong ensures, if it is on.
 //
 // dQ sums over the keys of both consumers. So dS^T goes through shared memory, and each consumer
 // computes half of dQ: at head dims 96 and 128 64 of its columns (the second one 32 of 96), as
 // dQ^T, in the registers of S; at 32 and 64 half of its rows. dQ is summed over CTAs in float32 in
 // HBM: each consumer writes its half to shared memory, in fragment order, and a producer adds it by
-// TMA. A fence behind a store waits until it is done. With late_fences (tuning.h) dS is stored
-// after dQ has been started, and dQ is handed over after the next S, dV and dK.
+// TMA. A fence after a store waits until the store is done. With late_fences (tuning.h) dS is
+// stored after dQ has been started, and the fence of dQ comes after the next S, dV and dK. Stored
+// that late, too, dQ would delay them (note 027).
 //
 // The preprocess pass computes lse and delta and zeroes dq_accum. The postprocess pass converts dQ,
 // head by head, on the SMs that have no more tiles. For short sequences, and in deterministic mode,
@@ -155,6 +156,7 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
     struct Operands {
         const Fa3Backward& cta;
         int consumer = cta.consumer;
+        // ptxas 13.5: with K and V by 32 bits, too, d 128 spills (note 027).
         KMajor<KTile> k_rows{cta.k_pipeline.stages, consumer * 64};
         KMajor<VTile> v_rows{cta.v_pipeline.stages, consumer * 64};
         KMajorBy32Bits<QTile> q_rows{cta.q_pipeline.stages};
@@ -263,12 +265,12 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
         }
     }
 
-    // This consumer's half of dQ, to shared memory; then the producer adds it. `stored`: is there
-    // any?
+    // This consumer's half of dQ, to shared memory.
     FLASH_DEVICE void store_dq(const State& s) const {
         dq_pipeline(consumer).producer_acquire(s.dq);
         DQTile::store(storage.dq[consumer].bytes[s.dq.stage], s.rdQ, consumer);
     }
+    // Lets the producer add it. `stored`: has an iteration stored any?
     FLASH_DEVICE void commit_dq(State& s, bool stored = true) const {
         ptx::fence_proxy_async();
         __syncwarp();

@@ -113,7 +113,7 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
     }
 
     // Skips the first Q tiles if this consumer has no rows of them. These are the last tiles of
-    // sequences, the longest ones under a causal mask; or those of decoding, with a few rows.
+    // sequences, the longest ones under a causal mask, or, in decoding, tiles with a few rows.
     FLASH_DEVICE void skip_empty_tiles(State& x) const {
         while (true) {
             work_tiles.descriptions.consumer_wait(x.tile);
@@ -142,8 +142,8 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
     // long? With four consumers and at d 128 and 256 that costs more than it saves.
     static constexpr bool kTestsEarly = kConsumers < 4 && kHeadDim % 128 != 0;
 
-    // Does a consumer pass on its turn while it stores a result? Of kernels with ping-pong those of
-    // d 128 gain by it.
+    // Does a consumer pass on its turn while it stores a result? Of the kernels with
+    // ping-pong, d 128's gain by it.
     static constexpr bool kYieldsInStore = kHeadDim % 128 == 0;
 
     // Starts S = Q K^T.
