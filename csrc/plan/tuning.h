@@ -429,7 +429,7 @@ struct Fa3Backward {
     Fa3BackwardSchedule schedule;
     bool transpose_dq = true;     // a consumer's half of dQ: 64 columns, or 64 rows
     bool hold_ds = true;          // dK takes dS from registers, or from shared memory
-    bool dq_takes_scores = true;  // is dQ in the registers of S, or in its own?
+    bool dq_takes_scores = true;  // is dQ in the registers of S, or of dP?
 
     // Ping-pong gains 2 to 9 % if exponentials take as long as matmuls, and 1 % at d 128. In the
     // kernel for softcap and ALiBi at d 128 it costs 1 to 4 % (with softcap).
@@ -474,7 +474,8 @@ inline constexpr Fa3BackwardRow kFa3Backward[] = {
                .do_stages = 2,
                .schedule = kByMatmul,
                .transpose_dq = false,
-               .hold_ds = false},
+               .hold_ds = false,
+               .dq_takes_scores = false},
      .with_options = kPingPong},
     {.head_dims = {96, 96},
      .usual = {.block_q = 96, .q_stages = 2, .do_stages = 2, .schedule = kPingPong}},

@@ -207,7 +207,8 @@ DSWorkspace ds_workspace(const BackwardParams& params) {
 template <int kHeadDim, bool kStoresDS>
 cudaError_t backward_dkdv(const Call& call) {
     using Kernel =
-        Fa3BackwardDKDV<Element, kHeadDim, kHeadDim, tuning::kVarlen, kWide<kHeadDim>.pool_pairs>;
+        Fa3BackwardDKDV<Element, kHeadDim, kHeadDim, tuning::kVarlen, kWide<kHeadDim>.pool_pairs,
+                        kStoresDS>;
     return keep<Kernel>([&] {
         const auto params = backward_params(call, kHeadDim);
         Schedule schedule = schedule_of(params, params.seqlen_k, Kernel::kBlockKV, params.heads_k);

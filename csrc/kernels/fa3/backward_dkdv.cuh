@@ -95,7 +95,9 @@ struct Fa3BackwardWideParams : Fa3BackwardMaps {
     DSWorkspace ds_workspace;
 };
 
-template <class Element, int kHeadDim, int kHeadDimV, OptionSet kOptions, int kPairs>
+// kStoresDS: does it store dS for the dQ GEMM? With options it decides for each call.
+template <class Element, int kHeadDim, int kHeadDimV, OptionSet kOptions, int kPairs,
+          bool kStoresDS>
 struct Fa3BackwardDKDV : Fa3Cta<Fa3BackwardWideParams, KeyTile> {
     static constexpr int kBlockQ = tuning::kFa3BackwardWideBlock;
     static constexpr int kBlockKV = tuning::kFa3BackwardWideBlock;
@@ -157,7 +159,9 @@ struct Fa3BackwardDKDV : Fa3Cta<Fa3BackwardWideParams, KeyTile> {
         ptx::launch_dependents();
     }
 
-    FLASH_DEVICE bool stores_ds() const { return params.ds_workspace.heads > 0; }
+    FLASH_DEVICE bool stores_ds() const {
+        return kStoresDS && (!changes_scores(kOptions) || params.ds_workspace.heads > 0);
+    }
 
     // --- Producer ---
 
