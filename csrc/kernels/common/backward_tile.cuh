@@ -143,7 +143,7 @@ struct QTileWalk {
 };
 
 template <class Element_, int kHeadDim_, int kHeadDimV_, OptionSet kOptions_,
-          tuning::Backward kTuning>
+          tuning::MmaBackwardShape kTuning>
 struct BackwardTile {
     using Element = Element_;
     static constexpr OptionSet kOptions = kOptions_;
@@ -164,7 +164,7 @@ struct BackwardTile {
     static constexpr int kCtasPerSm = kTuning.ctas_per_sm;
     static constexpr int kStages = kTuning.stages;
     static constexpr bool kForLessMemory =  // of fa2
-        kTuning != tuning::fa2_backward({kHeadDim, kHeadDimV}, kOptions);
+        kTuning != tuning::fa2_backward_shape({kHeadDim, kHeadDimV}, kOptions);
 
     using QTile = SharedTile<Element, kBlockQ, kHeadDim>;
     using DOTile = SharedTile<Element, kBlockQ, kHeadDimV>;
