@@ -25,7 +25,6 @@
 #include "kernels/common/postprocess_dq.cuh"
 #include "kernels/common/softmax.cuh"
 #include "kernels/common/varlen.cuh"
-#include "plan/tuning.h"
 #include "plan/workspace_rows.cuh"
 #include "problem/key_rows.cuh"
 #include "problem/mask.cuh"

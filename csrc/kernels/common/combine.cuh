@@ -9,7 +9,6 @@
 
 #include "kernels/common/launch.cuh"
 #include "kernels/common/softmax.cuh"
-#include "plan/launchers.h"
 #include "problem/sequences.cuh"
 #include "ptx/grid_dependency.cuh"
 #include "tile/copy.cuh"

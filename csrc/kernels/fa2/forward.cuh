@@ -34,7 +34,6 @@
 #include "kernels/common/launch.cuh"
 #include "kernels/common/softmax.cuh"
 #include "kernels/common/varlen.cuh"
-#include "plan/tuning.h"
 #include "problem/key_rows.cuh"
 #include "problem/mask.cuh"
 #include "problem/score.cuh"

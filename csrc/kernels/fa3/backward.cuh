@@ -67,7 +67,6 @@
 #pragma once
 
 #include "kernels/fa3/backward_producers.cuh"
-#include "plan/launchers.h"
 #include "ptx/barrier.cuh"
 #include "ptx/stmatrix.cuh"
 

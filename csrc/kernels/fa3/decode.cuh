@@ -19,7 +19,6 @@
 
 #include "kernels/common/launch.cuh"
 #include "kernels/common/softmax.cuh"
-#include "plan/launchers.h"
 #include "problem/key_rows.cuh"
 #include "problem/score.cuh"
 #include "ptx/cluster.cuh"

@@ -12,7 +12,6 @@
 
 #include "kernels/common/optimistic_softmax.cuh"
 #include "kernels/fa3/cta.cuh"
-#include "plan/launchers.h"
 #include "problem/score.cuh"
 #include "schedule/split_kv.cuh"
 #include "tile/wgmma.cuh"

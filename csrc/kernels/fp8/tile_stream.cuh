@@ -16,7 +16,6 @@
 #include <cstdint>
 
 #include "kernels/common/launch.cuh"
-#include "plan/launchers.h"
 #include "problem/quantize.h"
 #include "ptx/cluster.cuh"
 #include "ptx/cp_async.cuh"
