@@ -317,7 +317,7 @@ inline constexpr Fa3ForwardFp8Row kFa3ForwardFp8[] = {
      .usual = {.block_kv = 192, .k_stages = 2, .v_stages = 2},
      .small_q = {.block_kv = 128, .k_stages = 2, .v_stages = 2}},
     {.head_dims = {256, 256},
-     .partial_cols = 64,
+     .partial_cols = 128,
      .usual =
          {.block_kv = 128, .q_stages = 1, .k_stages = 2, .v_stages = 2, .transposer_registers = 40},
      .small_q = {.block_kv = 64, .q_stages = 1, .k_stages = 3, .v_stages = 2}},
@@ -326,8 +326,7 @@ inline constexpr Fa3ForwardFp8Row kFa3ForwardFp8[] = {
 constexpr Fa3ForwardShape fa3_forward_fp8_shape(HeadDims dims, Fa3ForwardTile tile) {
     const Fa3ForwardFp8Row row = row_of(kFa3ForwardFp8, dims);
     Fa3ForwardShape found = tile == Fa3ForwardTile::kSmallQ ? row.small_q : row.usual;
-    found.ping_pong = true;
-    found.partial_cols = row.partial_cols;
+    found.partial_cols = row.partial_cols < found.block_kv ? row.partial_cols : found.block_kv;
     return found;
 }
 

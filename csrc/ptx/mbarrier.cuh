@@ -75,4 +75,28 @@ FLASH_DEVICE void mbarrier_wait(uint32_t barrier, uint32_t parity) {
 #endif
 }
 
+// As mbarrier_wait(). Returns 0, which the compiler does not know: what adds it cannot be moved
+// before the wait, as ptxas does with arithmetic.
+FLASH_DEVICE int mbarrier_wait_for_zero(uint32_t barrier, uint32_t parity) {
+    int ended;
+    do {
+        asm volatile(
+            "{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.s32 %0, 7, 3, "
+            "p; }"
+            : "=r"(ended)
+            : "r"(barrier), "r"(parity)
+            : "memory");
+    } while (ended == 3);
+    return ended - 7;
+}
+
+// This thread arrives, unless x is y. It does so when x is known.
+FLASH_DEVICE void mbarrier_arrive_unless(float x, float y, uint32_t barrier) {
+    asm volatile(
+        "{ .reg .pred p; .reg .b64 state; setp.neu.f32 p, %0, %1; "
+        "@p mbarrier.arrive.shared.b64 state, [%2]; }" ::"f"(x),
+        "f"(y), "r"(barrier)
+        : "memory");
+}
+
 }  // namespace flash_ext::ptx

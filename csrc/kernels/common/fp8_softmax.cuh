@@ -1,17 +1,13 @@
 // Online softmax with P in FP8 (FlashAttention-3, section 3.3).
 //
-// e4m3 holds 2^-9 to 448. P is 2^(S scale - m + 7), where m begins two above the maximum: so P is
-// at most 32 then, and scores may grow by almost four powers of two before P would be 448. The
-// factor of P is in O and in l, and cancels.
+// e4m3 holds 2^-9 to 448. P is 2^(S scale - m + 8), at most 256: the factor is in O and in l, and
+// cancels. m is the maximum so far in every iteration. So the key of the most weight has a power of
+// two for P, which is not rounded: with an m that is not its score, P would have e4m3's error, up
+// to 6 %, and so would out.
 //
-// As in optimistic_softmax.cuh an iteration first uses the stale m, and is retried with the maximum
-// where it must be: where a P is 448, and where one key may have most of a row's weight. With m two
-// above this key's score its P is a power of two, and not rounded. With a stale m it would have the
-// full error of e4m3, up to 6 %, and so would out. So a lane's sum over the tile must not exceed
-// kDominant of the row's l. Where scores vary much that would retry most iterations: after one with
-// a new maximum the next ones find theirs at once, until m grows slowly (docs/notes/016-fp8.md).
-//
-// Without kOptimistic m is the maximum so far in every iteration, and P is 256 there.
+// A lane has two rows. Exponentials are stored in the place of the scores, and the maximum of the
+// second row is found beside the exponentials of the first one: the exponentials take 8 cycles
+// each, and everything else has to fit between them (docs/notes/016-fp8.md).
 //
 // The factor of the scores differs between tiles (block quantization), so m includes it.
 //
@@ -49,51 +45,77 @@ struct FloatScoresAsBits {
 // From -126 to 127.
 FLASH_DEVICE float power_of_two(int exponent) { return __int_as_float((127 + exponent) << 23); }
 
-template <int kCols, bool kOptimistic>
+template <int kCols>
 struct Fp8Softmax : OnlineSoftmax<16> {
-    static constexpr float kOffset = kOptimistic ? 7.f : 8.f;
-    static constexpr float kFactor = kOptimistic ? 128.f : 256.f;  // 2^kOffset
-    static constexpr float kHeadroom = kOptimistic ? 2.f : 0.f;    // of m above the maximum
-    static constexpr float kDominant = 0.375f;
-    // No P of a lane becomes 448 where all of them add up to less: 432 is the least that is rounded
-    // to it, and the sum itself is rounded.
-    static constexpr float kSaturating = 428.f;
-    static constexpr float kSlowGrowth = 0.5f;   // of m in an iteration, in powers of two
+    static constexpr float kOffset = 8.f;
+    static constexpr float kFactor = 256.f;      // 2^kOffset
     static constexpr float kLargeMax = 0x1p22f;  // is rounded by up to a quarter
 
     // Blocks of keys that share a descale begin and end at multiples of this many n.
     static constexpr int kScaleN = std::gcd(kCols, kDescaleRows) / 8;
 
-    using Rescaling = RowRescaling;
     using Probabilities = RegisterOperand<kCols, 1>;
 
-    float limit[2];        // of a lane's sum over a tile with a stale m
-    bool careful = false;  // must the next iteration find its maximum? For all rows of the warp
-
-    // As OptimisticSoftmax::step(). A score is Form::value(s.v[0][n][i]) * scale(n, i / 2).
-    template <class Form, class Scores, class Scale>
-    FLASH_DEVICE Rescaling step(const Scores& s, Probabilities& p, Scale scale, bool fresh) {
-        Rescaling rescaling;
-        float sum[2];
-        bool proven = !kOptimistic || fresh || careful;
-        while (true) {
-            if (proven) rescaling = advance<Form>(s, scale);
-            exponentiate<Form>(s, p, sum, scale);
-            if (proven) break;
-            const auto exceeds = [&](float bound) {
-                return sum[0] > min_of(limit[0], bound) || sum[1] > min_of(limit[1], bound);
-            };
-            if (!__any_sync(0xffffffff, exceeds(kSaturating))) [[likely]]
-                break;
-            proven = __any_sync(0xffffffff, exceeds(INFINITY) || has_saturated(p));
-            if (!proven) break;
-        }
-        row_sum[0][0] += sum[0];
-        row_sum[0][1] += sum[1];
-        if (kOptimistic && proven)
+    // Replaces the scores by P, and packs P. Returns the factors of O in float32.
+    //
+    // A score is Form::value(s.v[0][n][i]) * scale(n, i / 2), and P Stored::value() of the same
+    // register. turn: begins and ends around the exponentials.
+    template <class Form, class Stored, class Scores, class Scale, class Turn>
+    FLASH_DEVICE void step(Scores& s, Probabilities& p, float (&factor)[2], const Scale& scale,
+                           Turn& turn) {
+        RowMax<Form, Scores> max;
 #pragma unroll
-            for (int i = 0; i < 2; ++i) limit[i] = kDominant * quad_sum(row_sum[0][i]);
-        return rescaling;
+        for (int n = 0; n < Scores::kN; ++n) max.add(s, n, 0);
+        turn.begin();
+        float shift = turn.pin(advance(max.of_quad(scale, 0), 0, factor));
+        float last = 0.f;
+        const auto exponentiate = [&](int n, int i) {
+#pragma unroll
+            for (int e = 2 * i; e < 2 * i + 2; ++e) {
+                last = ptx::ex2(__fmaf_rn(Form::value(s.v[0][n][e]),
+                                          scale(n / kScaleN * kScaleN, i), shift));
+                s.v[0][n][e] = Stored::bits(last);
+            }
+        };
+        max = {};
+#pragma unroll
+        for (int n = 0; n < Scores::kN; ++n) {
+            exponentiate(n, 0);
+            max.add(s, n, 1);
+        }
+        shift = turn.pin(advance(max.of_quad(scale, 1), 1, factor));
+        float sums[2][4] = {};  // of a row, in chains
+        const auto add = [&](int n, int i) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e)
+                sums[i][2 * (n % 2) + e] += Stored::value(s.v[0][n][2 * i + e]);
+        };
+#pragma unroll
+        for (int n = 0; n < Scores::kN; ++n) {
+            exponentiate(n, 1);
+            add(n, 0);
+        }
+        turn.end(last);
+        // One register of P, of an A fragment, is of row j % 2 and keys 8 (j / 2) to 8 (j / 2) + 15
+        // of 32.
+#pragma unroll
+        for (int k = 0; k < kCols / 32; ++k)
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const int n = 4 * k + 2 * (j / 2), i = j % 2;
+                const auto x = [&](int e) {
+                    return Stored::value(s.v[0][n + e / 2][2 * i + e % 2]);
+                };
+                p.v[k][j] = ptx::pack_e4m3(x(0), x(1), x(2), x(3));
+                if (i == 1) {
+                    add(n, 1);
+                    add(n + 1, 1);
+                }
+            }
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            row_sum[0][i] = __fmaf_rn(row_sum[0][i], factor[i],
+                                      (sums[i][0] + sums[i][1]) + (sums[i][2] + sums[i][3]));
     }
 
     // By how many powers of two a row with this maximum is to be cooled, in addition to those by
@@ -108,17 +130,11 @@ struct Fp8Softmax : OnlineSoftmax<16> {
 
     // The maximum of the scores of row i.
     template <class Form, class Scores, class Scale>
-    static FLASH_DEVICE float max_of_tile(const Scores& s, Scale scale, int i) {
-        float max = -INFINITY;
+    static FLASH_DEVICE float max_of_tile(const Scores& s, const Scale& scale, int i) {
+        RowMax<Form, Scores> max;
 #pragma unroll
-        for (int n = 0; n < Scores::kN; n += kScaleN) {
-            auto x = Form::larger(s.v[0][n][2 * i], s.v[0][n][2 * i + 1]);
-#pragma unroll
-            for (int k = n + 1; k < n + kScaleN; ++k)
-                x = Form::larger(x, Form::larger(s.v[0][k][2 * i], s.v[0][k][2 * i + 1]));
-            max = fmaxf(max, Form::value(x) * scale(n, i));
-        }
-        return quad_max(max);
+        for (int n = 0; n < Scores::kN; ++n) max.add(s, n, i);
+        return max.of_quad(scale, i);
     }
 
     FLASH_DEVICE void begin_with(float score, int m, int i) {
@@ -135,80 +151,33 @@ struct Fp8Softmax : OnlineSoftmax<16> {
     }
 
  private:
-    // Raises m to the maximum of the scores, with headroom.
-    template <class Form, class Scores, class Scale>
-    FLASH_DEVICE Rescaling advance(const Scores& s, Scale scale) {
-        Rescaling rescaling;
-        bool grows = false;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const float new_max = fmaxf(row_max[0][i], max_of_tile<Form>(s, scale, i) + kHeadroom);
-            rescaling.factor[i] = ptx::ex2(row_max[0][i] - finite_max(new_max));
-            // Also while the row has seen no key, and the difference is no number.
-            grows |= !(new_max - row_max[0][i] <= (kOptimistic ? kSlowGrowth : 0.f));
-            row_max[0][i] = new_max;
-            row_sum[0][i] *= rescaling.factor[i];
-        }
-        careful = __any_sync(0xffffffff, grows);
-        rescaling.needed = kOptimistic || careful;
-        return rescaling;
-    }
+    // The maximum of a row, by blocks that share a descale.
+    template <class Form, class Scores>
+    struct RowMax {
+        typename Scores::Number of_block[Scores::kN / kScaleN];
 
-    // Has any P of this lane become 448?
-    static FLASH_DEVICE bool has_saturated(const Probabilities& p) {
-        uint32_t largest = 0;
+        FLASH_DEVICE void add(const Scores& s, int n, int i) {
+            auto& max = of_block[n / kScaleN];
+            const auto x = s.v[0][n][2 * i], y = s.v[0][n][2 * i + 1];
+            max = n % kScaleN == 0 ? Form::larger(x, y) : Form::larger(max, Form::larger(x, y));
+        }
+        template <class Scale>
+        FLASH_DEVICE float of_quad(const Scale& scale, int i) const {
+            float max = Form::value(of_block[0]) * scale(0, i);
 #pragma unroll
-        for (int k = 0; k < kCols / 32; ++k)
-#pragma unroll
-            for (int j = 0; j < 4; ++j) largest |= p.v[k][j] + 0x02020202;  // 448 is 0x7e
-        return (largest & 0x80808080) != 0;
-    }
+            for (int n = kScaleN; n < Scores::kN; n += kScaleN)
+                max = fmaxf(max, Form::value(of_block[n / kScaleN]) * scale(n, i));
+            return quad_max(max);
+        }
+    };
 
-    template <class Form, class Scores, class Scale>
-    FLASH_DEVICE void exponentiate(const Scores& s, Probabilities& p, float (&sum)[2],
-                                   Scale scale) const {
-        float shift[2];
-        float sums[2][2];  // four chains of additions
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            shift[i] = kOffset - finite_max(row_max[0][i]);
-            sums[i][0] = sums[i][1] = 0.f;
-        }
-        // Each exponent is one FMA, not a product and a sum: the compiler would keep all products
-        // for the retry. Group g is what becomes one register of P: of an A fragment the row half j
-        // % 2 and the key half j / 2, with j = g % 4. The exponentials of a group, one every eight
-        // cycles, are issued between the products of the next one and the sums of the one before:
-        // left to itself the compiler issues them in pairs and waits.
-        constexpr int kGroups = kCols / 8;
-        float x[3][4];  // of groups g - 1, g and g + 1
-        const auto multiply = [&](int g, int e) {
-            const int k = g / 4, j = g % 4, i = j % 2;
-            const int n = 4 * k + 2 * (j / 2) + e / 2;
-            x[g % 3][e] = ptx::fma(Form::value(s.v[0][n][2 * i + e % 2]),
-                                   scale(n / kScaleN * kScaleN, i), shift[i]);
-        };
-#pragma unroll
-        for (int e = 0; e < 4; ++e) multiply(0, e);
-#pragma unroll
-        for (int g = 0; g <= kGroups; ++g) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                if (g < kGroups) x[g % 3][e] = ptx::ex2_in_order(x[g % 3][e]);
-                if (g + 1 < kGroups) multiply(g + 1, e);
-                if (g > 0) ptx::add_to(sums[(g - 1) % 2][e % 2], x[(g - 1) % 3][e]);
-            }
-            if (g == 0) continue;
-            const float (&y)[4] = x[(g - 1) % 3];
-            uint32_t& packed = p.v[(g - 1) / 4][(g - 1) % 4];
-            packed = ptx::pack_e4m3(y[0], y[1], y[2], y[3]);
-        }
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            sum[i] = sums[i][0] + sums[i][1];
-            // Here, beside the exponentials, and not after the retry, up to which all of them would
-            // be kept.
-            if (kOptimistic) ptx::warpgroup_fence_operand(sum[i]);
-        }
+    // Raises m of row i. Sets the factor of what has the old one, and returns what the exponents
+    // of P add to the scores.
+    FLASH_DEVICE float advance(float max, int i, float (&factor)[2]) {
+        const float new_max = fmaxf(row_max[0][i], max);
+        factor[i] = ptx::ex2(row_max[0][i] - finite_max(new_max));
+        row_max[0][i] = new_max;
+        return kOffset - finite_max(new_max);
     }
 };
 

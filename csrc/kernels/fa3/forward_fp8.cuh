@@ -42,10 +42,9 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         Tiles::full_tiles, Tiles::group, Tiles::k_pipeline, Tiles::kBlockKV, Tiles::kConsumers,
         Tiles::params, Tiles::q_pipeline, Tiles::query_of, Tiles::release,
         Tiles::release_and_advance, Tiles::v_pipeline, Tiles::warp_row, Tiles::work_tiles;
-    using typename Tiles::KTile, typename Tiles::Order, typename Tiles::Output,
+    using typename Tiles::KTile, typename Tiles::Output,
         typename Tiles::QTile, typename Tiles::VPipeline, typename Tiles::VTile,
         typename Tiles::WorkTileState;
-    static_assert(kTuning.ping_pong);
     static constexpr bool kInt8 = std::is_same_v<QKElement, Int8>;
     static constexpr int kProducerRegisters = kTuning.transposer_registers;
     static constexpr int kConsumerRegisters = Tiles::consumer_registers(kProducerRegisters);
@@ -58,11 +57,13 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
     using Scores = RegisterTile<16, kBlockKV, std::conditional_t<kInt8, int, float>>;
     // Floats in the registers of scores, also of int8.
     using Floats = std::conditional_t<kInt8, FloatScoresAsBits, FloatScores>;
-    using Softmax = Fp8Softmax<kBlockKV, (kHeadDim <= 128)>;
+    using Softmax = Fp8Softmax<kBlockKV>;
     using Probabilities = typename Softmax::Probabilities;
 
     struct SharedStorage : Tiles::SharedStorage {
         typename RowMajorVPipeline::Barriers v_row_major_barriers;
+        // Whose turn the exponentials are.
+        uint64_t turns[kConsumers];
         // How far each consumer thread has cooled its two rows (fp8_softmax.cuh), in powers of two.
         uint8_t cooling[kConsumers * 128][2];
         alignas(1024) typename RowMajorVPipeline::Stages v_row_major;
@@ -79,11 +80,14 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
 
     // Has the KV tile keys of two blocks of descales?
     static constexpr bool kTwoKScales = kDescaleRows % kBlockKV != 0;
+    // Then the second one begins here.
+    static constexpr bool kWholeKBlocks = kBlockKV % kDescaleRows == 0;
 
     FLASH_DEVICE void init() const {
         // Q's producer and the warps that transpose read work tiles.
         this->init_pipelines(kTransposers, 1 + kTransposers);
         row_major_v.init(kTransposers);
+        for (uint64_t& turn : storage.turns) ptx::mbarrier_init(ptx::shared_address(&turn), 128);
     }
 
     // --- Producers ---
@@ -131,12 +135,38 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         }
     }
 
+    // --- The consumers' turns ---
+
+    FLASH_DEVICE uint32_t turn_of(int consumer) const {
+        return ptx::shared_address(&storage.turns[consumer]);
+    }
+
+    // Consumers compute their exponentials in turns, each beside the matmuls of another.
+    struct ExponentialTurn {
+        const Fa3ForwardFp8& cta;
+        uint32_t parity;
+        int zero;  // is known only when the turn has come
+
+        FLASH_DEVICE void begin() {
+            zero = ptx::mbarrier_wait_for_zero(cta.turn_of(cta.consumer), parity);
+        }
+        // x, so that nothing that takes it can move before the turn.
+        FLASH_DEVICE float pin(float x) const { return __int_as_float(__float_as_int(x) + zero); }
+        // After P is computed, of which this is the last one: no P is 2^100.
+        FLASH_DEVICE void end(float p) const {
+            ptx::mbarrier_arrive_unless(p, 0x1p100f,
+                                        cta.turn_of((cta.consumer + 1) % kConsumers));
+        }
+    };
+
     // --- Descales ---
 
     struct State : Tiles::template ConsumerState<Scores, Softmax> {
         // Factors of the scores of two rows, and of the keys.
         float q_scale[2], k_scale[1 + kTwoKScales];
-        int second_k_scale;  // the first column of k_scale[1]
+        int second_k_scale;  // the first column of k_scale[1], unless kWholeKBlocks
+        float factor[2];     // of O, before P V is added
+        uint32_t turn = 0;   // the parity of the next turn
         const float* k_descales;
         int last_k_block;
         float scale_limit;  // with a larger factor a maximum may be large (fp8_softmax.cuh)
@@ -151,7 +181,8 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         FLASH_DEVICE float operator()(int n, int i) const {
             float k_scale = x.k_scale[0];
             if constexpr (kTwoKScales)
-                if (8 * n >= x.second_k_scale) k_scale = x.k_scale[1];
+                if (8 * n >= (kWholeKBlocks ? kDescaleRows : x.second_k_scale))
+                    k_scale = x.k_scale[1];
             const float product = x.q_scale[i] * k_scale;
             return kMasked && product == 0.f ? FLT_MIN : product;
         }
@@ -204,7 +235,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         x.k_scale[0] = load(block);
         if constexpr (kTwoKScales) {
             x.k_scale[1] = load(block + 1);
-            x.second_k_scale = (block + 1) * kDescaleRows - first_key;
+            if (!kWholeKBlocks) x.second_k_scale = (block + 1) * kDescaleRows - first_key;
         }
         const float q_scale = fmaxf(x.q_scale[0], x.q_scale[1]);
         const float k_scale = fmaxf(x.k_scale[0], x.k_scale[kTwoKScales]);
@@ -293,7 +324,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
     // first kPartialCols keys' scores hold P V, as many columns at a time. kStartScores: the next
     // scores of the other keys, whose registers are free, are computed beside the last additions.
     template <bool kStartScores>
-    FLASH_DEVICE void add_output(State& x, const Probabilities& rP, bool accumulate) const {
+    FLASH_DEVICE void add_output(State& x, const Probabilities& rP) const {
         static_assert(kPartialCols <= kBlockKV);
         auto& rPartial = x.rS.template columns<kPartialCols>(0);
         constexpr int kSteps = kHeadDimV / kPartialCols;
@@ -305,12 +336,15 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
             if (kBeside) issue_scores<kFirstKeys, kOtherKeys>(x);
             ptx::wgmma_wait<(kBeside && kOtherKeys > 0)>();
             warpgroup_fence(rPartial);
-            x.rO.template columns<kPartialCols>(kFirst).map(
-                [&](float sum, auto partial) {
-                    const float y = Floats::value(partial);
-                    return accumulate ? sum + y : y;
-                },
-                rPartial);
+            auto& rSum = x.rO.template columns<kPartialCols>(kFirst);
+#pragma unroll
+            for (int n = 0; n < kPartialCols / 8; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    const float y = Floats::value(rPartial.v[0][n][e]);
+                    float& sum = rSum.v[0][n][e];
+                    sum = __fmaf_rn(sum, x.factor[e / 2], y);
+                }
         });
     }
 
@@ -335,17 +369,17 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         const ScoreScale<!kUnmasked> scale{x};
         if (x.may_be_large) [[unlikely]]
             cool<Form>(x, scale);
-        x.rescaling = x.softmax.template step<Form>(x.rS, rP, scale, fresh);
+        ExponentialTurn turn{*this, x.turn};
+        x.softmax.template step<Form, Floats>(x.rS, rP, x.factor, scale, turn);
+        x.turn ^= 1;
     }
 
-    // Before P V: rescales O, or stores it as the result of the previous Q tile.
-    FLASH_DEVICE void rescale_or_store(State& x) const {
-        if (kOverlapsStore || !x.first_iteration) {
-            x.rescaling.apply(x.rO);
-        } else if (x.output_pending) {
-            store(x.rO, x.prev_softmax, work_tiles[x.output_tile]);
-            end_work_tile(x.output_tile);
-        }
+    // Stores O as the result of the previous Q tile.
+    FLASH_DEVICE void store_pending(State& x) const {
+        if (kOverlapsStore || !x.output_pending) return;
+        store(x.rO, x.prev_softmax, work_tiles[x.output_tile]);
+        x.rO.clear();
+        end_work_tile(x.output_tile);
     }
 
     // --- Results ---
@@ -373,21 +407,16 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
     FLASH_DEVICE void iterate(State& x, Probabilities& rP, bool new_tile = false) const {
         if constexpr (kUnmasked) --x.kv_tile;
         k_pipeline.consumer_wait(x.k, x.k_ready);
-        if constexpr (kUnmasked) {
-            x.rescaling.apply(x.rO);
-        } else {
-            rescale_or_store(x);
-        }
+        if constexpr (!kUnmasked) store_pending(x);
         v_pipeline.consumer_wait(x.v, x.v_ready);
-        Order::wait(consumer);
-        add_output<true>(x, rP, kUnmasked || !x.first_iteration);
+        add_output<true>(x, rP);
         issue_scores<0, kFirstKeys>(x);
-        Order::signal_next(consumer);
         // What does not need the scores is done before they are there.
         release_and_advance(v_pipeline, x.v);
         load_k_scales(x);
         if (kOverlapsStore && new_tile) {
             store(x.rO, x.softmax, work_tiles[x.output_tile]);
+            x.rO.clear();
             end_work_tile(x.output_tile);
         }
         auto next_k = x.k;
@@ -396,7 +425,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         x.v_ready = v_pipeline.consumer_test(x.v);
         ptx::wgmma_wait<0>();
         if (!kOverlapsStore && new_tile) x.prev_softmax = x.softmax;
-        x.first_iteration = x.output_pending = new_tile;
+        x.output_pending = new_tile;
         compute_p<kUnmasked>(x, rP, new_tile);
     }
 
@@ -408,15 +437,14 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         State x{{rS, rO, softmax, rescaling, prev_softmax}};
         Probabilities rP;
 
+        rO.clear();
         cooling(0) = cooling(1) = 0;
         if (!find_tile(x)) return;
         begin_tile(x);
-        if (consumer == kConsumers - 1) Order::signal_next(consumer);  // consumer 0 starts
+        if (consumer == kConsumers - 1) ptx::mbarrier_arrive(turn_of(0));  // consumer 0 starts
         k_pipeline.consumer_wait(x.k);
-        Order::wait(consumer);
         issue_scores<kFirstKeys, kOtherKeys>(x);
         issue_scores<0, kFirstKeys>(x);
-        Order::signal_next(consumer);
         load_k_scales(x);
         ptx::wgmma_wait<0>();
         compute_p<false>(x, rP, true);
@@ -437,11 +465,9 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
                 max_of(x.first_kv_tile + Tiles::kReleaseEarly, x.full_tiles.begin);
             while (x.kv_tile > unmasked_until) iterate<true>(x, rP);
         }
-        rescale_or_store(x);
+        store_pending(x);
         v_pipeline.consumer_wait(x.v);
-        Order::wait(consumer);
-        add_output<false>(x, rP, !x.first_iteration);
-        Order::signal_next(consumer);
+        add_output<false>(x, rP);
         store<true>(rO, softmax, work_tiles[x.output_tile]);
     }
 };
