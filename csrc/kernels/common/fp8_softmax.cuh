@@ -45,10 +45,10 @@ struct FloatScoresAsBits {
 // From -126 to 127.
 FLASH_DEVICE float power_of_two(int exponent) { return __int_as_float((127 + exponent) << 23); }
 
-template <int kCols>
-struct Fp8Softmax : OnlineSoftmax<16> {
-    static constexpr float kOffset = 8.f;
-    static constexpr float kFactor = 256.f;      // 2^kOffset
+// What both forms share. P is 2^(S scale - m + kOffset).
+template <int kCols, int kOffset>
+struct Fp8SoftmaxBase : OnlineSoftmax<16> {
+    static constexpr float kFactor = 1 << kOffset;
     static constexpr float kLargeMax = 0x1p22f;  // is rounded by up to a quarter
 
     // Blocks of keys that share a descale begin and end at multiples of this many n.
@@ -56,13 +56,74 @@ struct Fp8Softmax : OnlineSoftmax<16> {
 
     using Probabilities = RegisterOperand<kCols, 1>;
 
+    // The maximum of a row, by blocks that share a descale.
+    template <class Form, class Scores>
+    struct RowMax {
+        typename Scores::Number of_block[Scores::kN / kScaleN];
+
+        FLASH_DEVICE void add(const Scores& s, int n, int i) {
+            auto& max = of_block[n / kScaleN];
+            const auto x = s.v[0][n][2 * i], y = s.v[0][n][2 * i + 1];
+            max = n % kScaleN == 0 ? Form::larger(x, y) : Form::larger(max, Form::larger(x, y));
+        }
+        template <class Scale>
+        FLASH_DEVICE float of_quad(const Scale& scale, int i) const {
+            float max = Form::value(of_block[0]) * scale(0, i);
+#pragma unroll
+            for (int n = kScaleN; n < Scores::kN; n += kScaleN)
+                max = fmaxf(max, Form::value(of_block[n / kScaleN]) * scale(n, i));
+            return quad_max(max);
+        }
+    };
+
+    // By how many powers of two a row with this maximum is to be cooled, in addition to those by
+    // which it is. Less than 0 if a large negative maximum has become a small one.
+    static FLASH_DEVICE int powers_to_cool(float max, int powers) {
+        if (max == -INFINITY) return 0;
+        const float size = fabsf(max);
+        const int needed = ((__float_as_int(size) - __float_as_int(kLargeMax)) >> 23) + 2;
+        if (size > kLargeMax) return powers < 128 ? needed : 0;  // an infinite sink stays infinite
+        return size < kLargeMax / 4 ? max_of(needed, -min_of(powers, 126)) : 0;
+    }
+
+    // The maximum of the scores of row i.
+    template <class Form, class Scores, class Scale>
+    static FLASH_DEVICE float max_of_tile(const Scores& s, const Scale& scale, int i) {
+        RowMax<Form, Scores> max;
+#pragma unroll
+        for (int n = 0; n < Scores::kN; ++n) max.add(s, n, i);
+        return max.of_quad(scale, i);
+    }
+
+    FLASH_DEVICE void begin_with(float score, int m, int i) {
+        OnlineSoftmax<16>::begin_with(score, m, i);
+        row_sum[m][i] *= kFactor;
+    }
+    FLASH_DEVICE void finish() {
+        OnlineSoftmax<16>::finish();
+#pragma unroll
+        for (int i = 0; i < 2; ++i) row_sum[0][i] *= 1.f / kFactor;
+    }
+    FLASH_DEVICE float inverse_sum(int m, int i) const {
+        return OnlineSoftmax<16>::inverse_sum(m, i) * (1.f / kFactor);
+    }
+};
+
+template <int kCols>
+struct Fp8Softmax : Fp8SoftmaxBase<kCols, 8> {
+    using Base = typename Fp8Softmax::Fp8SoftmaxBase;
+    using Base::kScaleN, Base::row_max, Base::row_sum;
+    using typename Base::Probabilities;
+    template <class Form, class Scores>
+    using RowMax = typename Base::template RowMax<Form, Scores>;
+
     // Replaces the scores by P, and packs P. Returns the factors of O in float32.
     //
     // A score is Form::value(s.v[0][n][i]) * scale(n, i / 2), and P Stored::value() of the same
     // register. turn: begins and ends around the exponentials.
     template <class Form, class Stored, class Scores, class Scale, class Turn>
     FLASH_DEVICE void step(Scores& s, Probabilities& p, float (&factor)[2], const Scale& scale,
-                           Turn& turn) {
+                           Turn& turn, bool) {
         RowMax<Form, Scores> max;
 #pragma unroll
         for (int n = 0; n < Scores::kN; ++n) max.add(s, n, 0);
@@ -72,8 +133,8 @@ struct Fp8Softmax : OnlineSoftmax<16> {
         const auto exponentiate = [&](int n, int i) {
 #pragma unroll
             for (int e = 2 * i; e < 2 * i + 2; ++e) {
-                last = ptx::ex2(__fmaf_rn(Form::value(s.v[0][n][e]),
-                                          scale(n / kScaleN * kScaleN, i), shift));
+                last = ptx::ex2(
+                    __fmaf_rn(Form::value(s.v[0][n][e]), scale(n / kScaleN * kScaleN, i), shift));
                 s.v[0][n][e] = Stored::bits(last);
             }
         };
@@ -118,66 +179,14 @@ struct Fp8Softmax : OnlineSoftmax<16> {
                                       (sums[i][0] + sums[i][1]) + (sums[i][2] + sums[i][3]));
     }
 
-    // By how many powers of two a row with this maximum is to be cooled, in addition to those by
-    // which it is. Less than 0 if a large negative maximum has become a small one.
-    static FLASH_DEVICE int powers_to_cool(float max, int powers) {
-        if (max == -INFINITY) return 0;
-        const float size = fabsf(max);
-        const int needed = ((__float_as_int(size) - __float_as_int(kLargeMax)) >> 23) + 2;
-        if (size > kLargeMax) return powers < 128 ? needed : 0;  // an infinite sink stays infinite
-        return size < kLargeMax / 4 ? max_of(needed, -min_of(powers, 126)) : 0;
-    }
-
-    // The maximum of the scores of row i.
-    template <class Form, class Scores, class Scale>
-    static FLASH_DEVICE float max_of_tile(const Scores& s, const Scale& scale, int i) {
-        RowMax<Form, Scores> max;
-#pragma unroll
-        for (int n = 0; n < Scores::kN; ++n) max.add(s, n, i);
-        return max.of_quad(scale, i);
-    }
-
-    FLASH_DEVICE void begin_with(float score, int m, int i) {
-        OnlineSoftmax<16>::begin_with(score, m, i);
-        row_sum[m][i] *= kFactor;
-    }
-    FLASH_DEVICE void finish() {
-        OnlineSoftmax<16>::finish();
-#pragma unroll
-        for (int i = 0; i < 2; ++i) row_sum[0][i] *= 1.f / kFactor;
-    }
-    FLASH_DEVICE float inverse_sum(int m, int i) const {
-        return OnlineSoftmax<16>::inverse_sum(m, i) * (1.f / kFactor);
-    }
-
  private:
-    // The maximum of a row, by blocks that share a descale.
-    template <class Form, class Scores>
-    struct RowMax {
-        typename Scores::Number of_block[Scores::kN / kScaleN];
-
-        FLASH_DEVICE void add(const Scores& s, int n, int i) {
-            auto& max = of_block[n / kScaleN];
-            const auto x = s.v[0][n][2 * i], y = s.v[0][n][2 * i + 1];
-            max = n % kScaleN == 0 ? Form::larger(x, y) : Form::larger(max, Form::larger(x, y));
-        }
-        template <class Scale>
-        FLASH_DEVICE float of_quad(const Scale& scale, int i) const {
-            float max = Form::value(of_block[0]) * scale(0, i);
-#pragma unroll
-            for (int n = kScaleN; n < Scores::kN; n += kScaleN)
-                max = fmaxf(max, Form::value(of_block[n / kScaleN]) * scale(n, i));
-            return quad_max(max);
-        }
-    };
-
     // Raises m of row i. Sets the factor of what has the old one, and returns what the exponents
     // of P add to the scores.
     FLASH_DEVICE float advance(float max, int i, float (&factor)[2]) {
         const float new_max = fmaxf(row_max[0][i], max);
         factor[i] = ptx::ex2(row_max[0][i] - finite_max(new_max));
         row_max[0][i] = new_max;
-        return kOffset - finite_max(new_max);
+        return 8.f - finite_max(new_max);
     }
 };
 

@@ -26,7 +26,7 @@
 
 #include <cfloat>
 
-#include "kernels/common/fp8_softmax.cuh"
+#include "kernels/common/fp8_optimistic_softmax.cuh"
 #include "kernels/fa3/forward_tiles.cuh"
 #include "tile/transpose.cuh"
 
@@ -42,7 +42,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         Tiles::full_tiles, Tiles::group, Tiles::k_pipeline, Tiles::kBlockKV, Tiles::kConsumers,
         Tiles::params, Tiles::q_pipeline, Tiles::query_of, Tiles::release,
         Tiles::release_and_advance, Tiles::v_pipeline, Tiles::warp_row, Tiles::work_tiles;
-    using typename Tiles::KTile, typename Tiles::Output,
+    using typename Tiles::KTile, typename Tiles::Order, typename Tiles::Output,
         typename Tiles::QTile, typename Tiles::VPipeline, typename Tiles::VTile,
         typename Tiles::WorkTileState;
     static constexpr bool kInt8 = std::is_same_v<QKElement, Int8>;
@@ -57,7 +57,8 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
     using Scores = RegisterTile<16, kBlockKV, std::conditional_t<kInt8, int, float>>;
     // Floats in the registers of scores, also of int8.
     using Floats = std::conditional_t<kInt8, FloatScoresAsBits, FloatScores>;
-    using Softmax = Fp8Softmax<kBlockKV>;
+    using Softmax =
+        std::conditional_t<kTuning.ping_pong, OptimisticFp8Softmax<kBlockKV>, Fp8Softmax<kBlockKV>>;
     using Probabilities = typename Softmax::Probabilities;
 
     struct SharedStorage : Tiles::SharedStorage {
@@ -77,6 +78,8 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
     // Is O stored while the next Q tile's first scores are computed? That costs registers.
     // Otherwise the softmax is kept, and O is stored in the next iteration.
     static constexpr bool kOverlapsStore = kHeadDim <= 128;
+    // ptxas 13.0: with tests of the next stages, head dim 256 spills.
+    static constexpr bool kTestsAhead = kHeadDim <= 128;
 
     // Has the KV tile keys of two blocks of descales?
     static constexpr bool kTwoKScales = kDescaleRows % kBlockKV != 0;
@@ -154,8 +157,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         FLASH_DEVICE float pin(float x) const { return __int_as_float(__float_as_int(x) + zero); }
         // After P is computed, of which this is the last one: no P is 2^100.
         FLASH_DEVICE void end(float p) const {
-            ptx::mbarrier_arrive_unless(p, 0x1p100f,
-                                        cta.turn_of((cta.consumer + 1) % kConsumers));
+            ptx::mbarrier_arrive_unless(p, 0x1p100f, cta.turn_of((cta.consumer + 1) % kConsumers));
         }
     };
 
@@ -305,6 +307,8 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
     // their own.
     static constexpr int kFirstKeys = min_of(kBlockKV, kPartialCols);
     static constexpr int kOtherKeys = kBlockKV - kFirstKeys;
+    // Do those start beside the additions of P V? All scores, P and O are in registers then.
+    static constexpr bool kStartsEarly = kBlockKV <= 192;
 
     // Starts S = Q K^T, of kKeys keys from kFirstKey of the tile on, if there are any.
     template <int kFirstKey, int kKeys>
@@ -330,7 +334,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         constexpr int kSteps = kHeadDimV / kPartialCols;
         compile_time_for<kSteps>([&](auto i) {
             constexpr int kFirst = i * kPartialCols;
-            constexpr bool kBeside = kStartScores && i == kSteps - 1;
+            constexpr bool kBeside = kStartScores && kStartsEarly && i == kSteps - 1;
             const KMajor<TransposedVTile, false> v_columns(v_pipeline.stage(x.v), kFirst);
             gemm_async<Float8, kBlockKV>(rPartial, rP, v_columns, false);
             if (kBeside) issue_scores<kFirstKeys, kOtherKeys>(x);
@@ -357,9 +361,8 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
             release_and_advance(q_pipeline, x.q);
         if constexpr (!kUnmasked) {
             RegisterTile<16, kBlockKV> scores;
-            scores.map([](float, auto score) { return static_cast<float>(score); }, x.rS);
-            if (is_negative()) [[unlikely]]
-                scores.scale(-1.f);
+            const float sign = is_negative() ? -1.f : 1.f;
+            scores.map([&](float, auto score) { return sign * static_cast<float>(score); }, x.rS);
             this->template finish_scores<false>(scores, x);
             x.rS.map([](auto, float score) { return Floats::bits(score); }, scores);
         }
@@ -370,16 +373,8 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         if (x.may_be_large) [[unlikely]]
             cool<Form>(x, scale);
         ExponentialTurn turn{*this, x.turn};
-        x.softmax.template step<Form, Floats>(x.rS, rP, x.factor, scale, turn);
+        x.softmax.template step<Form, Floats>(x.rS, rP, x.factor, scale, turn, fresh);
         x.turn ^= 1;
-    }
-
-    // Stores O as the result of the previous Q tile.
-    FLASH_DEVICE void store_pending(State& x) const {
-        if (kOverlapsStore || !x.output_pending) return;
-        store(x.rO, x.prev_softmax, work_tiles[x.output_tile]);
-        x.rO.clear();
-        end_work_tile(x.output_tile);
     }
 
     // --- Results ---
@@ -390,6 +385,13 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         this->normalize(rO, softmax);
         descale_output(rO, tile);
         this->template store_tile<kLast>(rO, softmax, tile);
+    }
+
+    // O of the previous Q tile.
+    FLASH_DEVICE void store_previous(State& x) const {
+        store(x.rO, x.softmax, work_tiles[x.output_tile]);
+        x.rO.clear();
+        end_work_tile(x.output_tile);
     }
 
     // --- The loop ---
@@ -407,25 +409,24 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
     FLASH_DEVICE void iterate(State& x, Probabilities& rP, bool new_tile = false) const {
         if constexpr (kUnmasked) --x.kv_tile;
         k_pipeline.consumer_wait(x.k, x.k_ready);
-        if constexpr (!kUnmasked) store_pending(x);
         v_pipeline.consumer_wait(x.v, x.v_ready);
+        Order::wait(consumer);
         add_output<true>(x, rP);
+        if (!kOverlapsStore && new_tile) store_previous(x);
+        if (!kStartsEarly) issue_scores<kFirstKeys, kOtherKeys>(x);
         issue_scores<0, kFirstKeys>(x);
+        Order::signal_next(consumer);
         // What does not need the scores is done before they are there.
         release_and_advance(v_pipeline, x.v);
         load_k_scales(x);
-        if (kOverlapsStore && new_tile) {
-            store(x.rO, x.softmax, work_tiles[x.output_tile]);
-            x.rO.clear();
-            end_work_tile(x.output_tile);
+        if (kOverlapsStore && new_tile) store_previous(x);
+        if (kTestsAhead) {
+            auto next_k = x.k;
+            next_k.advance();
+            x.k_ready = k_pipeline.consumer_test(next_k);
+            x.v_ready = v_pipeline.consumer_test(x.v);
         }
-        auto next_k = x.k;
-        next_k.advance();
-        x.k_ready = k_pipeline.consumer_test(next_k);
-        x.v_ready = v_pipeline.consumer_test(x.v);
         ptx::wgmma_wait<0>();
-        if (!kOverlapsStore && new_tile) x.prev_softmax = x.softmax;
-        x.output_pending = new_tile;
         compute_p<kUnmasked>(x, rP, new_tile);
     }
 
@@ -441,10 +442,15 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         cooling(0) = cooling(1) = 0;
         if (!find_tile(x)) return;
         begin_tile(x);
-        if (consumer == kConsumers - 1) ptx::mbarrier_arrive(turn_of(0));  // consumer 0 starts
+        if (consumer == kConsumers - 1) {  // consumer 0 starts
+            Order::signal_next(consumer);
+            ptx::mbarrier_arrive(turn_of(0));
+        }
         k_pipeline.consumer_wait(x.k);
+        Order::wait(consumer);
         issue_scores<kFirstKeys, kOtherKeys>(x);
         issue_scores<0, kFirstKeys>(x);
+        Order::signal_next(consumer);
         load_k_scales(x);
         ptx::wgmma_wait<0>();
         compute_p<false>(x, rP, true);
@@ -452,7 +458,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         while (true) {  // ends where find_tile() says so, as in forward.cuh
             if (x.kv_tile == x.first_kv_tile) {
                 warm(x);
-                if (kOverlapsStore) x.output_tile = x.tile;
+                x.output_tile = x.tile;
             }
             const bool new_tile = this->advance(x);
             if (new_tile) {
@@ -465,9 +471,10 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
                 max_of(x.first_kv_tile + Tiles::kReleaseEarly, x.full_tiles.begin);
             while (x.kv_tile > unmasked_until) iterate<true>(x, rP);
         }
-        store_pending(x);
         v_pipeline.consumer_wait(x.v);
+        Order::wait(consumer);
         add_output<false>(x, rP);
+        Order::signal_next(consumer);
         store<true>(rO, softmax, work_tiles[x.output_tile]);
     }
 };
