@@ -1,5 +1,7 @@
 """Makes dist/hub/, which Hugging Face's `kernels` loads, from the wheel. Run by `make hub`.
 
+    python distribution/make_hub.py --check        # only check it
+
     dist/hub/README.md
     dist/hub/build/torch-stable-abi211-cu130-x86_64-linux/   the wheel's package
     dist/hub/build/torch-cpu/                                the same without the library
@@ -11,7 +13,6 @@ without CUDA. Nothing is uploaded.
 
 from __future__ import annotations
 
-import argparse
 import base64
 import hashlib
 import json
@@ -115,15 +116,11 @@ def complaints(folder: Path) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--check", action="store_true", help="only check dist/hub")
-    args = parser.parse_args()
-    if not args.check:
-        if not wheel_path().is_file():
-            sys.exit(f"there is no {wheel_path()}: run make wheel")
-        with tempfile.TemporaryDirectory() as unpacked, zipfile.ZipFile(wheel_path()) as wheel:
+    if sys.argv[1:] != ["--check"]:
+        path = wheel_path("x86_64")
+        if not path.is_file():
+            sys.exit(f"there is no {path}: run make wheel")
+        with tempfile.TemporaryDirectory() as unpacked, zipfile.ZipFile(path) as wheel:
             wheel.extractall(unpacked)
             assert Path(unpacked, BINARY).is_file()
             make(Path(unpacked, "flash_ext"), json.loads(wheel.read(RECORD)), HUB)
