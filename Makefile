@@ -150,13 +150,13 @@ compat: $(RELEASE_READY)
 	cd benchmarks && $(PY) -m report
 
 ## release       the checklist of a release: refuses if something is missing
-release: lint check-wheel
+release: lint check-wheel hub
 	$(MAKE) check-wheel MACHINE=aarch64
 	@test -z "$$(git status --porcelain)" || { git status --short; echo "not committed"; exit 1; }
 	cd benchmarks && $(PY) -m report --check
-	$(PY) distribution/make_hub.py --check
 	$(PY) -m build --no-isolation --sdist -o build/again && cmp build/again/*.tar.gz dist/*.tar.gz
 	$(PY) distribution/release.py
+	cd dist && sha256sum *.whl *.tar.gz > SHA256SUMS
 
 ## clean         remove what was built
 clean:

@@ -2,27 +2,23 @@
 
     source   a section of CHANGELOG.md for the version, no such tag yet
     GPU      tests and sanitizers ran on a GPU with this very source (its digest), without a failure
-    hub      dist/hub holds the library of the wheel for x86-64
     compat   each torch and Python is tested with this wheel, and so is a GPU; each nvcc builds its
              source; all are green
 
-It writes dist/SHA256SUMS and prints the commands that remain, or exits with the complaints.
+It prints the commands that remain, or exits with the complaints.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import subprocess
 import sys
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import make_hub
-from artifacts import BINARY, DIST, ROOT, content_checksum, sdist_path, version, wheel_path
+from artifacts import ROOT, content_checksum, sdist_path, version, wheel_path
 from manylinux import LOADERS
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -57,13 +53,6 @@ def gpu_complaints(results: Path, digest: str) -> Iterator[str]:
                 yield f"{name} failed on {run['device']}"
 
 
-def hub_complaints() -> Iterator[str]:
-    with zipfile.ZipFile(wheel_path("x86_64")) as archive:
-        library = archive.read(BINARY)
-    if library not in [x.read_bytes() for x in make_hub.HUB.glob(f"build/*/{BINARY}")]:
-        yield "dist/hub has another library than the wheel: run make hub"
-
-
 def compat_complaints(found: dict[str, Any], wanted: str, names: list[str]) -> Iterator[str]:
     """The missing rows of compat.json for the wheel whose package has this checksum."""
     if found.get("wheel") != wanted:
@@ -91,18 +80,14 @@ def compat_names() -> list[str]:
 def main() -> None:
     digest = common.source_digest()
     results = common.read_json(RESULTS / "compat.json") or {}
-    wheels = [wheel_path(machine) for machine in LOADERS]
     missing = [
         *source_complaints(),
         *gpu_complaints(RESULTS, digest),
-        *hub_complaints(),
-        *compat_complaints(results, content_checksum(wheels[0]), compat_names()),
+        *compat_complaints(results, content_checksum(wheel_path("x86_64")), compat_names()),
     ]
     if missing:
         sys.exit("\n".join(["not released:", *missing]))
-    files = *wheels, sdist_path()
-    sums = [f"{hashlib.sha256(x.read_bytes()).hexdigest()}  {x.name}" for x in files]
-    (DIST / "SHA256SUMS").write_text("\n".join(sums) + "\n")
+    files = *map(wheel_path, LOADERS), sdist_path()
     print("ready. Type:")
     print(f"    git tag -a v{version()} -m 'flash_ext {version()}' && git push --tags")
     print(f"    python -m twine upload {' '.join(f'dist/{x.name}' for x in files)}")
