@@ -67,14 +67,13 @@
 #pragma once
 
 #include "kernels/fa3/backward_producers.cuh"
-#include "plan/launchers.h"
 #include "ptx/barrier.cuh"
 #include "ptx/stmatrix.cuh"
 
 namespace flash_ext {
 
 template <class Element, int kHeadDim, int kHeadDimV, OptionSet kOptions,
-          tuning::Fa3Backward kTuning>
+          tuning::Fa3BackwardShape kTuning>
 struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions, kTuning> {
     using Base = typename Fa3Backward::Fa3BackwardProducers;
     using Base::kBlockQ, Base::kBlockKV, Base::kConsumers, Base::elected, Base::params,
@@ -411,8 +410,9 @@ cudaError_t launch_fa3_backward(const BackwardParams& call, const BackwardKernel
     cudaError_t status = params.encode<Kernel>();
     if (status == cudaSuccess) status = backward_preprocess(params, Kernel::kBlockQ, stream);
     if (status == cudaSuccess)
-        status = launch_fa3<Kernel>(params, cta_count(params.schedule), kernel.gpu.sms, stream,
-                                    {.pdl = true});
+        status = launch_kernel<fa3_kernel<Kernel>>(
+            min_of(work_tile_count(params.tile_order), kernel.gpu.sms), Kernel::kThreads,
+            sizeof(typename Kernel::SharedStorage), params, stream, {.pdl = true});
     if (status == cudaSuccess)
         status = postprocess_dq<typename Kernel::DQTile>(params, stream, {.pdl = true});
     return status;
@@ -424,8 +424,8 @@ cudaError_t fa3_backward(const BackwardParams& params, const BackwardKernel& ker
     constexpr OptionSets kSets = row_of(tuning::kFa3Backward, {kHeadDim, kHeadDimV}).options;
     return dispatch_kernel<kSets>(params, kernel, [&](auto element, auto options) {
         return dispatch<false, true>(kernel.many_queries, [&](auto many) {
-            constexpr tuning::Fa3Backward kTuning =
-                tuning::fa3_backward({kHeadDim, kHeadDimV}, options.value, many);
+            constexpr tuning::Fa3BackwardShape kTuning =
+                tuning::fa3_backward_shape({kHeadDim, kHeadDimV}, options.value, many);
             using Kernel =
                 Fa3Backward<decltype(element), kHeadDim, kHeadDimV, options.value, kTuning>;
             return launch_fa3_backward<Kernel>(params, kernel, stream);

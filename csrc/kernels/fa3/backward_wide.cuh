@@ -27,13 +27,13 @@ cudaError_t launch_fa3_backward_wide(const BackwardParams& params, const Backwar
     cudaError_t status = backward_preprocess(params, DKDV::kBlockQ, stream);
     for (int head = 0; status == cudaSuccess && head < heads; head += heads_at_once) {
         const bool whole = head + heads_at_once <= heads;
-        const WideSchedules& schedules = whole ? kernel.wide : kernel.last_wide;
+        const WideTileOrders& schedules = whole ? kernel.wide : kernel.last_wide;
         DSWorkspace ds;
         if (stores_ds)
             ds = {static_cast<char*>(kernel.ds), head, min_of(heads_at_once, heads - head),
                   kernel.ds_tiles};
-        const auto launch_dkdv = stores_ds ? launch_fa3_backward_pass<DKDVStoringDS>
-                                           : launch_fa3_backward_pass<DKDV>;
+        const auto launch_dkdv =
+            stores_ds ? launch_fa3_backward_pass<DKDVStoringDS> : launch_fa3_backward_pass<DKDV>;
         status = launch_dkdv(params, ds, schedules.keys, kernel.gpu.sms, stream);
         if (status != cudaSuccess) return status;
         const auto launch_dq =
