@@ -2,8 +2,8 @@
 
 Would catch a version that is written twice, an sdist that lacks files or differs between machines,
 metadata that need torch or nvcc, a library packaged with the record of another, a wheel that asks
-for newer symbols than its platform has, and a cross build that takes a tool or library of this
-machine.
+for newer symbols than its platform has or is of another source, and a cross build that takes a tool
+or library of this machine.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -292,3 +293,34 @@ def test_a_wheel_for_another_machine_is_made_by_its_tools(source: Path, tmp_path
     libraries = [f"{source}/build/manylinux_2_28_aarch64", f"{include.with_name('lib')}"]
     assert folders == ["-Lbuild/aarch64/nvidia/cu13/lib", *(f"-L{x}" for x in libraries)]
     assert f"{libraries[0]}/ld-linux-aarch64.so.1" in link
+
+
+@needs_native
+def test_a_wheel_of_another_source_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "distribution"))
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    artifacts = runpy.run_path(str(ROOT / "distribution/artifacts.py"))
+    library = tmp_path / "_C.abi3.so"
+    command = ["c++", "-shared", "-fPIC", "-nostdlib", "-x", "c++", "/dev/null", "-o", library]
+    subprocess.run(command, check=True)
+    checksum = hashlib.sha256(library.read_bytes()).hexdigest()
+    record = {"version": flash_ext.__version__, "digest": artifacts["digest"].source_digest()}
+    record |= {"platform": "manylinux_2_28_aarch64", "sha256": checksum, "slow_kernels": []}
+    code = (ROOT / "flash_ext/__init__.py").read_text()
+
+    def complaints(machine: str = "aarch64", text: str = code, **changes: object) -> str:
+        wheel = tmp_path / f"flash_ext-1-cp310-abi3-manylinux_2_28_{machine}.whl"
+        with zipfile.ZipFile(wheel, "w") as archive:
+            archive.write(library, "flash_ext/_C.abi3.so")
+            archive.writestr("flash_ext/_C.json", json.dumps(record | changes))
+            archive.writestr("flash_ext/__init__.py", text)
+        return "\n".join(artifacts["complaints"](wheel))
+
+    assert complaints() == ""
+    assert complaints(text="x = 1\n") == "the wheel has another flash_ext/__init__.py"
+    assert "the library is of source 0," in complaints(digest="0")
+    assert "linked for manylinux_2_28_aarch64" in complaints("x86_64")
+    assert "another checksum" in complaints(sha256="0")
+    assert complaints(slow_kernels=["k"]) == "a slow kernel: k"
