@@ -131,7 +131,7 @@ def table_of(kernel: str) -> dict[str, list[str]]:
         for names, *cells in rows_of((FA3 / f"{file}.cuh").read_text()):
             pipelines = re.fullmatch(r"(full|empty)\((.+)\)", names)
             if pipelines is None:
-                rows[names.removesuffix(" (of each stage)")] = cells
+                rows[re.sub(r" \(of each .*\)", "", names)] = cells
                 continue
             for pipeline in pipelines[2].split(", "):
                 rows[f"{pipelines[1]}({pipeline})"] = cells
@@ -145,6 +145,16 @@ def arrivals_of(found: Run, moments: list[Moment]) -> tuple[Counter[str], bool]:
         if thread < threads:
             count[side_of(thread)] += found.threads[thread].weight
     return count, any(component >= threads for component, _ in moments)
+
+
+def ds_stored_barrier() -> int:
+    """The first named barrier that is not ping-pong's."""
+    cta = (FA3 / "cta.cuh").read_text()
+    return int(re.search(r"kDSStoredBarrier = (\d+)", cta)[1])
+
+
+def ping_pong(found: Run) -> bool:
+    return any(kind == "barrier" and 0 < i < ds_stored_barrier() for kind, i in found.named)
 
 
 @pytest.mark.parametrize("name", [x for x in KERNELS if "decode" not in x])
@@ -165,11 +175,12 @@ def test_tables_of_barriers_are_true(name: str) -> None:
             assert by_tma == ("TMA's bytes" in arrivals), (barrier.name, arrivals)
         assert waits[barrier.name] == sides(who_waits), (barrier.name, who_waits)
     in_table = {x for x in table if "(named)" not in x}
+    if ping_pong(found):  # then its exponentials have no turns
+        in_table.discard("turn")
     assert in_table == {x.name.split("[")[0] for x in used}
     for (kind, number), barrier in found.named.items():
         if kind == "barrier" and number > 0:
-            cta = (FA3 / "cta.cuh").read_text()
-            of_ds = number >= int(re.search(r"kDSStoredBarrier = (\d+)", cta)[1])
+            of_ds = number >= ds_stored_barrier()
             arrivals, who_waits = table["dS stored (named)" if of_ds else "ping-pong (named)"]
             threads = int(re.search(r"\d+", arrivals).group())
             assert barrier.arrivals == threads + 128 * ("threads count too" in who_waits)
@@ -208,7 +219,10 @@ def planted(threads: Threads, names: dict[int, str]) -> Iterator[tuple[str, Thre
         addresses[name.split("[")[0]].append(address)
     del addresses["fetch"]
     for name, stages in addresses.items():
-        (i,) = (i for i, x in enumerate(threads[0]) if x[:2] == (Event.Init, stages[0]))
+        inits = [i for i, x in enumerate(threads[0]) if x[:2] == (Event.Init, stages[0])]
+        if not inits:  # turns, of a kernel with ping-pong
+            continue
+        (i,) = inits
         for change in (-1, 1):
             count = (Event.Init, stages[0], threads[0][i][2] + change)
             first = [*threads[0][:i], count, *threads[0][i + 1 :]]

@@ -494,17 +494,14 @@ def test_constants_of_the_kernels_are_the_references() -> None:
     params = (csrc / "problem" / "params.h").read_text()
     assert re.findall(r"int kDescaleRows = (\d+);", params) == [str(DESCALE_ROWS)]
 
-    softmax = (csrc / "kernels" / "common" / "fp8_softmax.cuh").read_text()
-    of_optimistic, of_exact = zip(
-        *(
-            map(float, re.search(rf"{name} = kOptimistic \? (.*)f : (.*)f;", softmax).groups())
-            for name in ("kOffset", "kFactor", "kHeadroom")
-        ),
-        strict=True,
+    common = csrc / "kernels" / "common"
+    exact, optimistic = (
+        (common / f"{name}.cuh").read_text() for name in ("fp8_softmax", "fp8_optimistic_softmax")
     )
-    assert of_exact == (P_SCALE_LOG2, reference.P_FACTOR, 0)
-    offset, factor, headroom = of_optimistic
-    assert factor == 2.0**offset and factor / 2.0**headroom < reference.P_FACTOR
+    assert re.findall(r"Softmax : Fp8SoftmaxBase<kCols, (\d+)>", exact) == [str(P_SCALE_LOG2)]
+    (offset,) = map(int, re.findall(r"Softmax : Fp8SoftmaxBase<kCols, (\d+)>", optimistic))
+    (headroom,) = map(float, re.findall(r"kHeadroom = (.*)f;", optimistic))
+    assert 2.0 ** (offset - headroom) < reference.P_FACTOR
 
 
 @pytest.mark.parametrize("size", (127, -128))

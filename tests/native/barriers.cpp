@@ -124,6 +124,7 @@ void list_members() {
     FLASH_MEMBER("pipeline", "work tiles", work_tiles.barriers)
     FLASH_MEMBER("barrier", "fetch", work_tiles.fetch)
     FLASH_MEMBER("barrier", "dS", ds_barriers)
+    FLASH_MEMBER("barrier", "turn", turns)
     FLASH_MEMBER("data", "Q", q)
     FLASH_MEMBER("data", "K", k)
     FLASH_MEMBER("data", "V", v)
@@ -266,6 +267,7 @@ const std::map<std::string, cudaError_t (*)(const Call&)> kKernels{
     {"forward 64, general", forward<64, kSmallQ, tuning::kFa3Scores>},
     {"forward 256", forward<256, kUsual>},  // one stage of Q
     {"forward_fp8 64", forward_fp8<64>},
+    {"forward_fp8 128", forward_fp8<128>},
     {"forward_fp8 256", forward_fp8<256>},
     {"backward 64", backward<64>},    // dK takes dS from shared memory
     {"backward 96", backward<96>},    // early fences

@@ -46,9 +46,10 @@ struct FloatScoresAsBits {
 FLASH_DEVICE float power_of_two(int exponent) { return __int_as_float((127 + exponent) << 23); }
 
 // What both forms share. P is 2^(S scale - m + kOffset).
-template <int kCols, int kOffset>
+template <int kCols, int kOffset_>
 struct Fp8SoftmaxBase : OnlineSoftmax<16> {
-    static constexpr float kFactor = 1 << kOffset;
+    static constexpr float kOffset = kOffset_;
+    static constexpr float kFactor = 1 << kOffset_;
     static constexpr float kLargeMax = 0x1p22f;  // is rounded by up to a quarter
 
     // Blocks of keys that share a descale begin and end at multiples of this many n.
@@ -112,7 +113,7 @@ struct Fp8SoftmaxBase : OnlineSoftmax<16> {
 template <int kCols>
 struct Fp8Softmax : Fp8SoftmaxBase<kCols, 8> {
     using Base = typename Fp8Softmax::Fp8SoftmaxBase;
-    using Base::kScaleN, Base::row_max, Base::row_sum;
+    using Base::kOffset, Base::kScaleN, Base::row_max, Base::row_sum;
     using typename Base::Probabilities;
     template <class Form, class Scores>
     using RowMax = typename Base::template RowMax<Form, Scores>;
@@ -186,7 +187,7 @@ struct Fp8Softmax : Fp8SoftmaxBase<kCols, 8> {
         const float new_max = fmaxf(row_max[0][i], max);
         factor[i] = ptx::ex2(row_max[0][i] - finite_max(new_max));
         row_max[0][i] = new_max;
-        return 8.f - finite_max(new_max);
+        return kOffset - finite_max(new_max);
     }
 };
 

@@ -72,7 +72,15 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
     using Scores = RegisterTile<16, kBlockKV>;
     using Softmax = OptimisticSoftmax<Element, kBlockKV>;
     using Probabilities = typename Softmax::Probabilities;
-    using State = typename Tiles::template ConsumerState<Scores, Softmax>;
+    struct State : Tiles::template ConsumerState<Scores, Softmax> {
+        RowRescaling& rescaling;  // of O, before P V is added
+        Softmax& prev_softmax;    // of the previous Q tile, until O is stored
+
+        int skipped_tiles = 0;  // number of the next KV tiles that only other consumers see
+
+        bool first_iteration = true;  // P belongs to the first iteration of its Q tile
+        bool output_pending = false;  // O belongs to the previous Q tile and is not stored yet
+    };
 
     using Tiles::Tiles;
 
@@ -247,7 +255,7 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
         Output rO;
         Softmax softmax, prev_softmax;
         RowRescaling rescaling;
-        State x{rS, rO, softmax, rescaling, prev_softmax};
+        State x{{rS, rO, softmax}, rescaling, prev_softmax};
         constexpr int kNext = kOverlap;  // P V reads one P while the other is written
         Probabilities rP[1 + kNext];
 

@@ -5,9 +5,12 @@
 // - 8-bit wgmma reads both operands K-major. So K's producer also loads V, and two warps of the
 //   first warpgroup transpose the V tiles (tile/transpose.cuh).
 // - The tensor core keeps only some 14 bits of a sum. So P V of one tile is computed from zero, in
-//   the registers of S, and added to O in float32. It is complete before S' = Q K^T starts.
-// - So a consumer's own steps do not overlap: tiles have more keys, and consumers alternate
-//   (ping-pong). Up to head dim 128 O is stored while the next Q tile's first scores are computed.
+//   the registers of S, and added to O in float32, which is rescaled by the same FMA. It is
+//   complete before S' = Q K^T starts.
+// - So a consumer's own steps do not overlap, and tiles have more keys. Consumers compute their
+//   exponentials in turns: each beside the matmuls of the other one. At head dim 64, with its other
+//   softmax, they order their matmuls (ping-pong). Up to head dim 128 O is stored while the next Q
+//   tile's first scores are computed.
 // - Q, K and V have descales. The softmax multiplies scores by Q's and K's (fp8_softmax.cuh); O is
 //   multiplied by V's before it is stored.
 //
@@ -19,6 +22,9 @@
 //                       is complete
 //   full(V)             1: K's producer; and TMA's bytes     the warps that transpose
 //   empty(V)            2: each warp that transposes         K's producer, before the next load
+//   turn (of each one)  128: each thread of the consumer     that consumer, before its
+//                       before it, when it has computed its  exponentials
+//                       exponentials
 //   empty(work tiles)   3: Q's producer, when all loads of   K's producer
 //                       the tile are issued; each warp that
 //                       transposes; 4 a consumer
@@ -90,7 +96,8 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         // Q's producer and the warps that transpose read work tiles.
         this->init_pipelines(kTransposers, 1 + kTransposers);
         row_major_v.init(kTransposers);
-        for (uint64_t& turn : storage.turns) ptx::mbarrier_init(ptx::shared_address(&turn), 128);
+        if (!kTuning.ping_pong)
+            for (int i = 0; i < kConsumers; ++i) ptx::mbarrier_init(turn_of(i), 128);
     }
 
     // --- Producers ---
@@ -433,9 +440,8 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
     FLASH_DEVICE void consume() const {
         Scores rS;
         Output rO;
-        Softmax softmax, prev_softmax;
-        RowRescaling rescaling;
-        State x{{rS, rO, softmax, rescaling, prev_softmax}};
+        Softmax softmax;
+        State x{{rS, rO, softmax}};
         Probabilities rP;
 
         rO.clear();
@@ -444,7 +450,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         begin_tile(x);
         if (consumer == kConsumers - 1) {  // consumer 0 starts
             Order::signal_next(consumer);
-            ptx::mbarrier_arrive(turn_of(0));
+            if (!kTuning.ping_pong) ptx::mbarrier_arrive(turn_of(0));
         }
         k_pipeline.consumer_wait(x.k);
         Order::wait(consumer);

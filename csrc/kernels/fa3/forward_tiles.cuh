@@ -229,8 +229,6 @@ struct Fa3ForwardTiles : Fa3Cta<Fa3ForwardParams, QueryTile, kTuning.consumers> 
         Scores& rS;
         Output& rO;
         Softmax& softmax;
-        RowRescaling& rescaling;  // of O, before P V is added
-        Softmax& prev_softmax;    // of the previous Q tile, until O is stored
 
         typename QPipeline::State q{};
         typename KPipeline::State k{};
@@ -241,10 +239,6 @@ struct Fa3ForwardTiles : Fa3Cta<Fa3ForwardParams, QueryTile, kTuning.consumers> 
         int kv_tile{}, first_kv_tile{};
         Interval full_tiles{};                  // indices of the tiles that need no mask
         bool k_ready = false, v_ready = false;  // has a test found the next stage full?
-        int skipped_tiles = 0;  // number of the next KV tiles that only other consumers see
-
-        bool first_iteration = true;  // P belongs to the first iteration of its Q tile
-        bool output_pending = false;  // O belongs to the previous Q tile and is not stored yet
     };
 
     // With one stage, Q is released as soon as the tile's last scores are complete; with two, when

@@ -91,6 +91,7 @@ inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) {
 }
 inline float __fmul_ru(float x, float y) { return x * y; }
 inline float __fmaf_rz(float x, float y, float z) { return x * y + z; }
+inline float __fmaf_rn(float x, float y, float z) { return x * y + z; }
 inline int __ffs(uint32_t x) { return __builtin_ffs(static_cast<int>(x)); }
 inline int __popc(uint32_t x) { return __builtin_popcount(x); }
 inline int __clz(uint32_t x) { return x == 0 ? 32 : __builtin_clz(x); }
