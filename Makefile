@@ -95,7 +95,7 @@ sanitize: build
 	PYTHON=$(PY) bash tests/sanitize.sh $(ARGS)
 
 ## bench         measure again on the GPU what the documents show (ARGS=--record: into benchmarks/results)
-## bench BENCH=compare   one of benchmarks/ (ARGS=--help: how), or io, memory, numerics, train, ...
+## bench BENCH=compare   one of benchmarks/ (ARGS=--help: how), or memory, train, options, ...
 BENCH ?= everything
 bench: build
 	$(PY) benchmarks/$(BENCH).py $(ARGS)

@@ -20,26 +20,21 @@ import common
 import results
 
 from . import figures, speed, subjects
-from .claims import STEPS, claims_section
 from .compat import compat_section
 from .front import bench_section, front_section
 from .support import support_section
 from .tables import NOWHERE, UNKNOWN, device_of, gpu_folders, load, main_gpu, provenance
 
 Section = Callable[[], str]
-PAGE = Path("docs/benchmarks.md")
+PAGE, WALKTHROUGH = Path("docs/benchmarks.md"), "docs/walkthrough.md"
 # The pages of docs/benchmarks/: heading, figures, sections, each of which has the parts of a GPU.
 APPENDIX: dict[str, tuple[tuple[str, ...], tuple[Callable[[Path], Iterator[str]], ...]]] = {
     "Speed": (("speed_forward", "speed_backward"), (speed.speed_section,)),
     "FP8": ((), (speed.fp8_speed_section, subjects.fp8_errors_section, subjects.fp8_model_section)),
-    "The papers' claims": ((), (claims_section,)),
-    "Bytes moved": (("io", "roofline"), (subjects.io_section,)),
     "Memory": ((), (subjects.memory_section,)),
-    "Errors": (("numerics",), (subjects.numerics_section,)),
     "Training": ((), (subjects.training_section,)),
     "What options cost": ((), (subjects.options_section,)),
     "Many GPUs": ((), (subjects.distributed_section,)),
-    "Before and after": ((), (subjects.builds_section,)),
 }
 
 
@@ -87,6 +82,26 @@ def of_main_gpu(table: Callable[[Path], str], subject: str, *names: str) -> Sect
     return section
 
 
+def picture(document: str, name: str) -> Section:
+    """A figure of the GPU of which most is measured."""
+
+    def section() -> str:
+        folder = main_gpu()
+        return "".join(figures.pictures(folder, Path(document), name) if folder else ()) or NOWHERE
+
+    return section
+
+
+def gains(after: str, before: str) -> Section:
+    """The table of a step of the walkthrough."""
+
+    def section() -> str:
+        folder = main_gpu()
+        return speed.gains(folder, after, before) if folder else NOWHERE
+
+    return section
+
+
 def pages_section() -> str:
     """Links to the appendix."""
     return (
@@ -107,7 +122,13 @@ DOCUMENTS: dict[str, dict[str, Section]] = {
         "memory": of_main_gpu(lambda p: subjects.memory_table(p, "both"), "memory", "memory"),
         "pages": pages_section,
     },
-    "docs/walkthrough.md": STEPS,
+    WALKTHROUGH: {
+        "tiling": gains("fa1", "standard"),
+        "recomputation": picture(WALKTHROUGH, "memory"),
+        "fa2": gains("fa2", "fa1"),
+        "fa3": gains("fa3", "fa2"),
+        "all": picture(WALKTHROUGH, "speed"),
+    },
 }
 
 

@@ -15,7 +15,19 @@ from ratios import best_of_peers, fastest, geometric_mean, ratio_spread, ratios
 
 import flash_ext
 
-from .tables import NO, Entry, has_grid, load, mask_of, pivot, provenance, select, speeds, table
+from .tables import (
+    NO,
+    Entry,
+    device_of,
+    has_grid,
+    load,
+    mask_of,
+    pivot,
+    provenance,
+    select,
+    speeds,
+    table,
+)
 
 BOTH = ("forward", "backward")
 PACKAGES = ("flash_attn_4", "flash_attn_3", "flash_attn_2")
@@ -30,6 +42,7 @@ KNOWN = (  # models of the page for readers
     "Gemma 2 9B, global layers", "gpt-oss 20B, local layers", "DeepSeek-V3", "BERT base", "FLUX.1",
     "Llama 3.1 8B, decoding 32 x 4k",
 )  # fmt: skip
+GAIN_LENGTH = 2048
 OURS_FP8 = FP8_PROVIDERS[0].name
 FP8_PEER = "best peer, bf16"  # the fastest in bfloat16 that is not ours, cell by cell
 FP8_ROWS = {p.name: p.label for p in FP8_PROVIDERS} | {
@@ -87,6 +100,19 @@ def models_table(folder: Path) -> str:
                 yield line, f"{c['direction']}, times the fastest peer", over
 
     return pivot(["model", "shape"], entries())
+
+
+def gains(folder: Path, after: str, before: str) -> str:
+    """One way to compute over the one before, at one length of the grid without a mask."""
+
+    def entries() -> Iterator[Entry]:
+        for way in BOTH:
+            for c in select(has_grid(folder, way, after, before), causal=False, seqlen=GAIN_LENGTH):
+                a, b = (c["providers"][n]["tflops"] for n in (after, before))
+                line = (f"{LABELS[after]} over {LABELS[before]}, d {c['d']}",)
+                yield line, f"{way}, TFLOP/s", f"{a:.0f} over {b:.0f}: {a / b:.2f}×"
+
+    return pivot([f"{device_of(folder)}, S {GAIN_LENGTH}, full"], entries())
 
 
 def fp8_summary(folder: Path) -> str:
@@ -202,25 +228,6 @@ def shapes_table(cells: list[Json]) -> str:
     return table(head, rows, words=2)
 
 
-def neighbors_table(cells: list[Json]) -> str:
-    """Each shape with its slowest neighbor, and how fast that is beside it."""
-    rows = []
-    fields = "d", "d_v", "causal", "batch", "near", "direction"
-    groups: dict[tuple[object, ...], list[Json]] = {}
-    for c in cells:
-        groups.setdefault(tuple(c.get(f) for f in fields), []).append(c)
-    for group in groups.values():
-        own, *others = group  # the shape itself is measured first
-        (speed, *rest) = (c["providers"]["fa3"]["tflops"] for c in group if c["providers"])
-        slowest, at = min(zip(rest, others, strict=True), key=lambda x: x[0])
-        rows.append([
-            shape_name(own), own["direction"], f"{speed:.0f}",
-            f"S {at['seqlen']}, H {at['heads']}", f"{slowest / speed:.2f}",
-        ])  # fmt: skip
-    head = ["shape", "direction", "TFLOP/s of fa3", "slowest neighbor", "of its speed"]
-    return table(head, rows, words=2)
-
-
 def best_note(cells: list[Json]) -> str:
     """What "best peer" means; "" if there is none."""
     if not any(BEST in c["providers"] for c in cells):
@@ -272,12 +279,6 @@ def speed_section(folder: Path) -> Iterator[str]:
     if steady := [c for c in every if c.get("sustained")]:
         yield f"Back to back, at the power limit: {provenance(steady)}."
         yield shapes_table(steady)
-    if near := [c for c in every if c.get("near")]:
-        yield (
-            "Shapes with a row, a tile of 128 rows or a head more or less, or half a tile more:"
-            f" {provenance(near)}."
-        )
-        yield neighbors_table(near)
     if host := load("host", folder):
         yield f"Times of the host: {provenance(host, 'host')}."
         yield host_table(host)

@@ -1,4 +1,4 @@
-"""The tables of everything but speed: bytes, memory, errors, training, options, many GPUs, builds.
+"""The tables of everything but speed: memory, FP8's errors, training, options, many GPUs.
 
 Each section yields the parts of one GPU, and nothing if its subject was not measured there.
 """
@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-import builds
 from cells import GRID
 from common import Json
 from options import MEASURED, MIXED, OPTIONS, PLAIN, REPEATS, TABLES
@@ -18,29 +17,6 @@ from providers import LABELS
 from .tables import NO, Entry, load, mask_of, pivot, provenance, select, size_name, table
 
 PASSES = ("forward", "backward")
-
-
-# ------------------------------------------------------------------------------- bytes and memory
-def io_section(folder: Path) -> Iterator[str]:
-    """Bytes of one call at the second longest S, by head dim and number of heads."""
-    cases = [c for c in load("io", folder) if "sm" in c]
-    if not cases:
-        return
-    longest = sorted({c["seqlen"] for c in cases})[-2:][0]
-    rows = []
-    for c in select(cases, seqlen=longest):
-        sizes = (c["hbm_read"], c["hbm_written"], c["sm"], c["model"])
-        rows.append([
-            f"{c['direction']}, d {c['d']}, {c['heads']} heads",
-            LABELS.get(c["method"], f"flash_ext {c['method']}"),
-            *(f"{x / 1e6:,.0f}" for x in sizes),
-            f"{c['sm'] / c['theta']:.1f}",
-            f"{c['shared_bytes'] / 1024:.0f}",
-        ])  # fmt: skip
-    head = [f"S {longest}, MB", "", "HBM read", "HBM written", "L2 and SMs", "by the loops",
-            "over Θ", "M, KiB"]  # fmt: skip
-    yield f"{provenance(cases)}."
-    yield table(head, rows, words=2)
 
 
 def memory_table(folder: Path, *directions: str) -> str:
@@ -71,36 +47,7 @@ def memory_section(folder: Path) -> Iterator[str]:
         yield memory_table(folder, "forward", "both")
 
 
-# -------------------------------------------------------------------------------------- errors
-def numerics_section(folder: Path) -> Iterator[str]:
-    """Errors against float64 at the longest S without a mask, and of softmax alone."""
-    rows = load("numerics", folder)
-    cells = [c for c in rows if "distribution" in c]
-    if not cells:
-        return
-    longest = max(c["seqlen"] for c in cells)
-
-    def errors() -> Iterator[Entry]:
-        for c in select(cells, seqlen=longest, causal=False):
-            for tensor in ("out", "dq"):
-                for name, found in c["providers"].items():
-                    r = found.get(tensor, {})
-                    text = f"{r['rms']:.1e} / {r['max']:.0e}" if "rms" in r else NO
-                    line = (f"{c['dtype']}, {c['distribution']}, {tensor}",)
-                    yield line, LABELS[name], "NaN" if "finite" in r else text
-
-    def softmax() -> Iterator[Entry]:
-        for row in (r for r in rows if "forms" in r):
-            for name, r in row["forms"].items():
-                share = r.get("finite", 1)
-                text = f"{r.get('rms', math.nan):.0e}" if share == 1 else f"{1 - share:.1%} NaN"
-                yield (f"N(0, {row['scale']:g}²), largest {row['largest']:g}",), name, text
-
-    yield f"{provenance(rows)}. Errors over the exact tensor's RMS:"
-    yield pivot([f"S {longest}, RMS / max"], errors())
-    yield pivot(["logits, float32"], softmax())
-
-
+# ----------------------------------------------------------------------------------------- FP8
 def fp8_errors_section(folder: Path) -> Iterator[str]:
     """Errors of FP8: outliers, the number of keys, one key among many."""
     rows = load("fp8_errors", folder)
@@ -342,25 +289,3 @@ def distributed_section(folder: Path) -> Iterator[str]:
     if reasons := dict.fromkeys((c["provider"], c["error"]) for c in every if "error" in c):
         lines = (f"- {provider}: {error.rstrip('.')}." for provider, error in reasons)
         yield "Not measured:\n\n" + "\n".join(lines)
-
-
-# -------------------------------------------------------------------------------------- builds
-def builds_section(folder: Path) -> Iterator[str]:
-    """Times of an earlier build over those of a later one."""
-    rows = load("builds", folder)
-    for over in sorted({r["over"] for r in rows}):
-        same = select(rows, over=over)
-        yield (
-            f"{provenance(same)}; before it source `{over}`. Times before over times now, medians"
-            " of turns; above 1 the later source is faster."
-        )
-        yield table(
-            ["cells", "variant", "direction", "number", "geometric mean", "smallest"],
-            [[s["set"], s["variant"], s["direction"], f"{s['cells']}",
-              f"{s['geometric_mean']:.3f}", f"{s['min']:.3f} ({s['min_at']})"]
-             for s in builds.summarise(same)],
-            words=3,
-        )  # fmt: skip
-        if host := [r for r in same if "host" in r]:
-            times = (f"{r['host']} {r['before']:.1f}, {r['now']:.1f}" for r in host)
-            yield f"The CPU's time per call, µs before and now: {'; '.join(times)}."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -96,20 +95,6 @@ def gpu_folders(subject: str = "*") -> list[Path]:
 def main_gpu() -> Path | None:
     """The GPU of which most is measured, if there is one."""
     return next(iter(gpu_folders()), None)
-
-
-def number(x: float, digits: int = 3) -> str:
-    """A number to so many digits, or to all of those before the point; never with an exponent
-    because it is large."""
-    if math.isinf(x):
-        return "∞" if x > 0 else "-∞"
-    return f"{x:,.0f}" if abs(x) >= 10**digits - 0.5 else f"{x:.{digits}g}"
-
-
-def span(values: list[float], unit: str = "×", digits: int = 3) -> str:
-    """The range of some numbers, or the one number that they all are."""
-    low, high = (number(x, digits) + unit for x in (min(values), max(values)))
-    return low if low == high else f"{low} – {high}"
 
 
 def size_name(value: float) -> str:
