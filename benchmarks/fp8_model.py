@@ -19,7 +19,7 @@ from functools import partial
 import common
 import torch
 from common import Json
-from fp8_inputs import METHODS, PER_TENSOR
+from fp8_providers import METHODS, PER_TENSOR
 from providers import attempt
 from torch import Tensor
 from torch.nn import functional as F

@@ -10,7 +10,7 @@ from pathlib import Path
 from cells import FP8_DIMS, GRID, SEQLENS, SOURCES, fp8_cells, is_plain, on_grid, shape_name
 from common import Json
 from fp8_providers import FP8, FP8_PROVIDERS
-from providers import BEST, LABELS
+from providers import BEST, LABELS, PEERS
 from ratios import best_of_peers, fastest, geometric_mean, ratio_spread, ratios
 
 import flash_ext
@@ -289,8 +289,7 @@ def fp8_groups(folder: Path) -> Iterator[tuple[tuple[str, bool], list[Json]]]:
     """The cells of --set fp8 by head dims and mask, with the best peer in bfloat16."""
 
     def with_peer(cell: Json) -> Json:
-        ours = {*flash_ext.VARIANTS, *(p.name for p in FP8_PROVIDERS)}
-        peers = [r for name, r in cell["providers"].items() if name not in ours and "ms" in r]
+        peers = [r for name, r in cell["providers"].items() if name in PEERS and "ms" in r]
         best = {FP8_PEER: min(peers, key=lambda r: r["ms"])} if peers else {}
         return cell | {"providers": cell["providers"] | best}
 

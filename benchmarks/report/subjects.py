@@ -49,31 +49,18 @@ def memory_section(folder: Path) -> Iterator[str]:
 
 # ----------------------------------------------------------------------------------------- FP8
 def fp8_errors_section(folder: Path) -> Iterator[str]:
-    """Errors of FP8: outliers, the number of keys, one key among many."""
-    rows = load("fp8_errors", folder)
-    if not rows:
-        return
+    """Errors of FP8 on inputs with outliers."""
+    rows = select(load("fp8_errors", folder), experiment="outliers")
 
-    def outliers() -> Iterator[Entry]:
-        for row in select(rows, experiment="outliers"):
-            column = f"d {row['d']}, {row['seqlen']} keys, by {row['by']}"
+    def entries() -> Iterator[Entry]:
+        for row in rows:
             for name, r in row["methods"].items():
-                yield (name,), column, f"{r['rmse']:.1e} ({r['rmse_max']:.1e})"
+                text = f"{r['rmse']:.1e} ({r['rmse_max']:.1e})"
+                yield (name,), f"d {row['d']}, {row['seqlen']} keys", text
 
-    def lengths() -> Iterator[Entry]:
-        for r in select(rows, experiment="length"):
-            line = (f"d {r['d']}, {r['queries']} queries, values of mean {r['mean']:g}",)
-            yield line, f"{r['keys']} keys", f"{r['error']:.1e}"
-
-    needle = [
-        [f"{r['queries']} queries, {r['keys']} keys, the one at {r['where']:g}",
-         f"{r['weight']:.2f}", f"{r['from_bf16']:.1e}", f"{r['from_float64']:.1e}"]
-        for r in select(rows, experiment="needle")
-    ]  # fmt: skip
-    yield f"Errors (`fp8_errors.py --help` defines them): {provenance(rows)}."
-    yield pivot(["RMSE, mean of seeds (worst)"], outliers())
-    yield pivot(["relative error"], lengths())
-    yield table(["one key", "weight", "from bf16", "from float64"], needle)
+    if rows:
+        yield f"Errors (`fp8_errors.py --help` defines them): {provenance(rows)}."
+        yield pivot(["RMSE, mean of seeds (worst)"], entries())
 
 
 def fp8_model_section(folder: Path) -> Iterator[str]:
