@@ -205,74 +205,44 @@ def provider_of(row: Json) -> str:
 
 
 def distributed_rows(folder: Path) -> list[Json]:
-    """The cells that ran, by length and number of GPUs."""
-    rows = [c for c in load("distributed", folder) if "error" not in c]
+    """The cells that ran of methods that are measured, by length and number of GPUs."""
+    left_out = ("two_level", "torch flash", " ring_flash")
+    rows = [c for c in select(load("distributed", folder), kind=("causal", "documents"))
+            if "error" not in c and not any(x in c["provider"] for x in left_out)]  # fmt: skip
     return sorted(rows, key=lambda c: (c["kind"], c["ranks"], c["rows"]))
 
 
-def distributed_table(rows: list[Json], brief: bool = False) -> str:
+def distributed_table(rows: list[Json], memory: bool = False) -> str:
     """A line for each provider of each cell."""
 
-    def speed(result: Json) -> str:
-        share = f" ({result['share']:.0%})" if "share" in result else ""
-        return f"{result['tflops']:.0f}{share}"
+    def entries() -> Iterator[Entry]:
+        for c in rows:
+            line = f"{c['kind']}, {c['rows']:,} tokens, {c['ranks']} GPUs", provider_of(c)
+            for way in PASSES:
+                r = c.get(way, {})
+                share = f" ({r['share']:.0%})" if "share" in r else ""
+                text = f"{r['tflops']:.0f}{share}" if r else NO
+                yield line, f"{way}, TFLOP/s a GPU" if way == "forward" else way, text
+            if memory:
+                yield line, "GiB a GPU", f"{c['peak_bytes'] / 2**30:.2f}"
 
-    def over(row: Json, above: str, below: str) -> str:
-        found = [f"{row[x][above] / row[x][below]:.2f}" for x in PASSES
-                 if {above, below} <= row.get(x, {}).keys()]  # fmt: skip
-        return ", ".join(found) or NO
-
-    lines = [
-        [
-            f"{c['kind']}, {c['rows']:,} tokens, {c['ranks']} GPUs",
-            provider_of(c),
-            *(speed(c[x]) if x in c else NO for x in PASSES),
-            f"{c['peak_bytes'] / 2**30:.2f}" if "peak_bytes" in c else NO,
-            over(c, "model_ms", "ms"),
-            over(c, "ms", "auto_ms"),
-        ]
-        for c in rows
-    ]
-    head = ["sequence", "provider", "forward, TFLOP/s a GPU", "backward", "GiB a GPU",
-            "model / measured", "its time / auto's, in turns"]  # fmt: skip
-    if brief:
-        head, lines = head[:4], [line[:4] for line in lines]
-    return table(head, lines, words=2)
+    return pivot(["sequence", "provider"], entries())
 
 
 def distributed_summary(folder: Path) -> str:
     """The methods and the best peers, on the most GPUs that were measured at 131,072 tokens."""
-    left_out = ("collectives", "two_level", "torch flash", " ring_flash")
     rows = select(distributed_rows(folder), kind="causal", rows=131072)
     most = max((c["ranks"] for c in rows), default=0)
-    chosen = [c for c in rows if c["ranks"] == most
-              and not any(words in c["provider"] for words in left_out)]  # fmt: skip
-    return distributed_table(chosen, brief=True)
+    return distributed_table([c for c in select(rows, ranks=most)
+                              if "collectives" not in c["provider"]])  # fmt: skip
 
 
 def distributed_section(folder: Path) -> Iterator[str]:
     """Everything of distributed.py."""
-    every = load("distributed", folder)
-    if not every:
-        return
-    rows = distributed_rows(folder)
-    steps = [c for c in rows if c["kind"] == "training"]
-    yield (
-        f"{provenance(every, 'distributed')}. `distributed.py --help` says how this was measured."
-        " In brackets the share of one GPU's rate on the same work without communication."
-    )
-    yield distributed_table([c for c in rows if c not in steps])
-    if steps:
-        names = {"auto": "flash_ext", "torch": "SDPA under context_parallel, no GQA"}
-        body = [
-            [f"{r['layers']} layers of width {r['width']}, {r['heads']}/{r['kv_heads']} heads,"
-             f" {r['rows']:,} tokens, {r['ranks']} GPUs",
-             names[r["provider"]], f"{r['tokens_per_second']:,.0f}",
-             f"{r['losses'][0]:.3f} to {r['losses'][-1]:.3f}", f"{r['peak_bytes'] / 2**30:.1f}"]
-            for r in steps
-        ]  # fmt: skip
-        head = ["examples/train_long.py", "attention", "tokens/s", "loss", "GiB a GPU"]
-        yield table(head, body, words=2)
-    if reasons := dict.fromkeys((c["provider"], c["error"]) for c in every if "error" in c):
-        lines = (f"- {provider}: {error.rstrip('.')}." for provider, error in reasons)
-        yield "Not measured:\n\n" + "\n".join(lines)
+    if rows := distributed_rows(folder):
+        yield (
+            f"{provenance(rows, 'distributed')}. `distributed.py --help` says how this was"
+            " measured. In brackets the share of one GPU's rate on the same work without"
+            " communication."
+        )
+        yield distributed_table(rows, memory=True)
