@@ -24,7 +24,6 @@ FP8_DIMS = {int(d): d_v for d, d_v in GRID["fp8_d"].items()}
 SETS = ("standard", "fp8", *SHAPES["sets"])
 SOURCES = {s["model"]: s["source"] for s in SHAPES["sets"]["models"]["shapes"]}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-TILE = 128  # rows
 
 
 @dataclass(frozen=True)
@@ -43,9 +42,7 @@ class Cell:
     d_v: int = 0  # 0: d
     window: int = 0  # keys that a query sees, 0: all
     model: str = ""  # whose shape it is
-    near: str = ""  # whose neighbor it is, as "S x H"; or the shape itself
     sustained: bool = False  # measured back to back
-    graph: bool = False  # in a CUDA graph
 
     def flops(self) -> float:
         """Floating-point operations of the two (forward) or five (backward) matmuls.
@@ -90,17 +87,6 @@ class Cell:
         return {n: x for n, x in asdict(self).items() if x or n == "causal"}
 
 
-def neighbors(cell: Cell) -> Iterator[Cell]:
-    """Those of a shape; the shape itself comes first."""
-    cell = replace(cell, near=f"{cell.seqlen} x {cell.heads}")
-    yield cell
-    for more in (1, -1, TILE, -TILE, TILE // 2):
-        yield replace(cell, seqlen=cell.seqlen + more)
-    group = cell.heads // (cell.kv_heads or cell.heads)
-    kv_heads = (cell.kv_heads or cell.heads) + 1
-    yield replace(cell, heads=kv_heads * group, kv_heads=kv_heads if cell.kv_heads else 0)
-
-
 def on_grid_of(dtype: str, args: argparse.Namespace) -> Iterator[Cell]:
     """The standard grid, or what the options make of it."""
     cpu, fp8 = args.device == "cpu", dtype == FP8
@@ -126,8 +112,7 @@ def shapes_of(name: str, dtype: str, args: argparse.Namespace) -> Iterator[tuple
     chosen = SHAPES["sets"][name]
     for shape in chosen["shapes"]:
         fields = {"causal": True, "batch": 1} | chosen["all"] | shape
-        backward, near = fields.pop("backward", True), fields.pop("neighbors", False)
-        bound = fields.pop("cpu_seqlen", None)
+        backward, bound = fields.pop("backward", True), fields.pop("cpu_seqlen", None)
         fields.pop("source", None)
         cell = Cell(dtype, **fields)
         if bound and args.device == "cpu":  # a small one with the head dims and the mask
@@ -136,12 +121,12 @@ def shapes_of(name: str, dtype: str, args: argparse.Namespace) -> Iterator[tuple
                            seqlen=min(cell.seqlen, bound), batch=1,
                            seqlen_q=min(cell.seqlen_q, bound // 4))  # fmt: skip
             cell = replace(cell, window=min(cell.window, cell.seqlen))
-        yield from ((x, backward) for x in (neighbors(cell) if near else (cell,)))
+        yield cell, backward
 
 
 def add_grid(parser: argparse.ArgumentParser) -> None:
     """Add the options that `grid` reads; those of sustained calls are compare.py's."""
-    parser.set_defaults(sustained=0.0, graph=False)
+    parser.set_defaults(sustained=0.0)
     add = parser.add_argument
     add("--dtype", nargs="*", choices=list(DTYPES), help="default: bf16, on a CPU fp32")
     add("--set", nargs="*", choices=SETS, help="default: standard")
@@ -164,14 +149,12 @@ def grid(args: argparse.Namespace) -> Iterator[Cell]:
         if name == "fp8" and dtype != dtypes[0]:  # it has a type of its own
             continue
         for shape, trained in shapes_of(name, dtype, args):
-            directions = ["forward", "backward"] if trained and not args.graph else ["forward"]
+            directions = ["forward", "backward"] if trained else ["forward"]
             if args.fwd != args.bwd:
                 wanted = "forward" if args.fwd else "backward"
                 directions = [d for d in directions if d == wanted]
             for direction in directions:
-                yield replace(
-                    shape, direction=direction, sustained=args.sustained > 0, graph=args.graph
-                )
+                yield replace(shape, direction=direction, sustained=args.sustained > 0)
 
 
 # ------------------------------------------------------------------- cells as results have them
@@ -188,14 +171,13 @@ def shape_name(cell: Json) -> str:
     mask = "causal" if cell["causal"] else "full"
     if cell.get("window"):
         mask += f" window {cell['window']}"
-    graph = ", in a CUDA graph" if cell.get("graph") else ""
-    return f"{cell['batch']} x {lengths}, {heads} heads of {dims}, {mask}{graph}"
+    return f"{cell['batch']} x {lengths}, {heads} heads of {dims}, {mask}"
 
 
 def is_plain(cell: Json) -> bool:
     """Whether a cell has as many queries as keys, as many key heads as query heads, no window, no
-    model, is not of FP8 nor a neighbor, and was measured in bursts."""
-    others = ("seqlen_q", "kv_heads", "d_v", "window", "model", "near", "sustained", "graph")
+    model, is not of FP8, and was measured in bursts."""
+    others = ("seqlen_q", "kv_heads", "d_v", "window", "model", "near", "sustained")
     return cell["dtype"] != FP8 and not any(cell.get(name) for name in others)
 
 

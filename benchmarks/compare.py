@@ -6,7 +6,6 @@
     python benchmarks/compare.py --dtype bf16 fp16
     python benchmarks/compare.py --set gqa decode prefill   # grouped heads, few queries, one prompt
     python benchmarks/compare.py --set models                    # shapes of real models
-    python benchmarks/compare.py --set neighbors --peers         # shapes beside those of tables
     python benchmarks/compare.py --set fp8                       # FP8 forward, beside bf16
     python benchmarks/compare.py --sustained                     # back to back, at the power limit
     python benchmarks/compare.py --s 131072 --batch 1 --heads 32 --kv-heads 4 --sq 128
@@ -25,19 +24,16 @@ in bfloat16 on the inputs before quantization. Providers of FP8 are held against
 attention of what the FP8 numbers stand for.
 
 With --sustained each call runs back to back for a second or more, as in training, where the GPU
-comes to its power limit; clock, power and energy per call are those of that time. With --graph too
-the calls are those of a CUDA graph, for kernels that are shorter than a launch.
+comes to its power limit; clock, power and energy per call are those of that time.
 
 With --record or --out the results of each shape are written as soon as they are there, each cell as
-a whole, because a ratio is meaningful only within one process. After --minutes no shape begins.
+a whole, because a ratio is meaningful only within one process.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -46,7 +42,7 @@ from typing import Any
 import common
 import torch
 from cells import Cell, add_grid, grid, place
-from common import Json, say
+from common import Json
 from fp8_providers import FP8, FP8_PROVIDERS
 from providers import (
     PEERS,
@@ -64,7 +60,6 @@ from ratios import geometric_mean, ratios
 from timing import Timer
 from torch import Tensor
 
-GRAPH_CALLS = 20
 SUSTAINED_SECONDS = 1.2
 
 
@@ -76,18 +71,9 @@ def parse() -> argparse.Namespace:
     add("--sustained", type=float, nargs="?", const=SUSTAINED_SECONDS, default=0.0,
         metavar="SECONDS", help="each call back to back for so long"
         f" ({SUSTAINED_SECONDS} s if not said)")  # fmt: skip
-    add(
-        "--graph",
-        action="store_true",
-        help=f"with --sustained: {GRAPH_CALLS} calls at a time in a CUDA graph; only forward",
-    )
     add("--min-time", type=float, default=0.1, help="seconds of calls per provider and cell")
     add("--rounds", type=int, help="calls per provider and cell, in place of --min-time")
-    add("--minutes", type=float, default=math.inf, help="begin no shape later")
-    args = parser.parse_args()
-    if args.graph and not (args.sustained and args.device.startswith("cuda")):
-        parser.error("--graph is for --sustained on a GPU")
-    return args
+    return parser.parse_args()
 
 
 class Bench:
@@ -155,8 +141,7 @@ class Bench:
         """Every call's times, or why a call has none."""
         self.clocks = {}
         if cell.sustained:
-            at_once = GRAPH_CALLS if cell.graph else 1
-            found = self.timer.sustained(calls, self.args.sustained, at_once)
+            found = self.timer.sustained(calls, self.args.sustained)
         else:
             self.log.since_last()
             found = self.timer.timed(calls, self.args.min_time, self.args.rounds)
@@ -185,7 +170,6 @@ def print_means(lines: list[Json], names: list[str]) -> None:
 def main() -> int:
     """Run; the exit status is 1 if a variant of flash_ext was wrong or failed somewhere."""
     args = parse()
-    started = time.monotonic()
     cells = list(grid(args))
     if not cells:
         raise SystemExit("no cell left: see --causal, --full, --fwd, --bwd")
@@ -199,10 +183,7 @@ def main() -> int:
         shapes.setdefault(replace(cell, direction="forward"), []).append(cell)
 
     def run() -> Iterator[tuple[Cell, Json]]:
-        for begun, same_shape in enumerate(shapes.values()):
-            if time.monotonic() - started > 60 * args.minutes:
-                say(f"left out, no time: {len(shapes) - begun} of {len(shapes)} shapes")
-                return
+        for same_shape in shapes.values():
             yield from bench.shape(same_shape)
             common.free_memory(bench.device)  # one shape's graphs must not crowd out the next
 

@@ -225,8 +225,8 @@ def test_grids(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(on_grid(c.to_json()) for c in others)
     assert len(fp8) == 40 == len(fp8_cells([c.to_json() for c in fp8]))
     assert {c.direction for c in find("--set", "decode", "prefill", "fp8")} == {"forward"}
-    short = find("--set", "latency", "--sustained", "--graph")
-    every = [*standard, *others, *short, *find("--s", "4096", "--sq", "128", "--kv-heads", "4")]
+    steady = find("--sustained")
+    every = [*standard, *others, *steady, *find("--s", "4096", "--sq", "128", "--kv-heads", "4")]
     assert len({results.identity(c.to_json()) for c in every}) == len(every)
     assert all(Cell(**c.to_json()) == c for c in every)
 

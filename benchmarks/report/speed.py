@@ -276,7 +276,7 @@ def speed_section(folder: Path) -> Iterator[str]:
     if models := [c for c in every if c.get("model") and not c.get("sustained")]:
         yield f"Shapes of models: {provenance(models)}."
         yield shapes_table(models)
-    if steady := [c for c in every if c.get("sustained")]:
+    if steady := [c for c in every if c.get("sustained") and not c.get("graph")]:
         yield f"Back to back, at the power limit: {provenance(steady)}."
         yield shapes_table(steady)
     if host := load("host", folder):
