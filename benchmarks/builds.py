@@ -32,11 +32,10 @@ from typing import Any
 
 import common
 import torch
-from cells import Cell, add_grid, grid, place
+from cells import Cell, add_grid, geometric_mean, grid, place
 from common import Json, say
 from fp8_providers import FP8, FP8_PROVIDERS
 from providers import VARIANTS, Provider, Refused, relative_error, running, variant
-from ratios import geometric_mean
 from results import Recorder
 from timing import Timer
 

@@ -41,7 +41,7 @@ from typing import Any
 
 import common
 import torch
-from cells import Cell, add_grid, grid, place
+from cells import Cell, add_grid, geometric_mean, grid, place, ratios
 from common import Json
 from fp8_providers import FP8, FP8_PROVIDERS
 from providers import (
@@ -56,7 +56,6 @@ from providers import (
     running,
     versions,
 )
-from ratios import geometric_mean, ratios
 from timing import Timer
 from torch import Tensor
 

@@ -30,19 +30,6 @@ Json = dict[str, Any]
 FOLDER = ROOT / "benchmarks" / "results"
 PACKAGE = ("host", "train", "distributed", "support")  # subjects that all of the code matters to
 
-# What of a result is printed, and how; other numbers are for the file alone.
-SHOWN = {
-    "ms": "{:.4f} ms", "us": "{:.1f} µs", "tflops": "{:.4g} TFLOP/s", "tbps": "{:.2f} TB/s",
-    "gbps": "{:.0f} GB/s", "tokens_per_second": "{:,.0f} tokens/s", "ratio": "{:.3f}x",
-    "before": "before {:.4f}", "now": "now {:.4f}", "over_dense": "{:.3f} of dense",
-    "kernels_ms": "kernels {:.4f} ms", "auto_ms": "auto {:.4f} ms", "share": "share {:.1%}",
-    "rms": "rms {:.1e}", "max": "max {:.1e}", "finite": "finite {:.3f}", "rmse": "rmse {:.2e}",
-    "from_bf16": "from bf16 {:.1e}", "error": "error {:.1e}", "loss": "loss {:.5f}",
-    "difference": "{:+.1e}", "exponent": "S^{:.2f}", "sm_mhz": "{:.0f} MHz",
-    "power_w": "{:.0f} W", "launch_bound": "launch-bound", "skipped": "", "failed": "",
-}  # fmt: skip
-PARTS = ("providers", "results", "methods", "forms", "attentions")  # what a result holds by name
-
 
 def identity(cell: Json) -> str:
     """What tells a cell from others; fields that are 0, empty or false may be left out."""
@@ -158,23 +145,15 @@ def words(cell: Json) -> str:
 
 
 def show(name: str, result: Json, indent: str = "") -> None:
-    """Print a result, and those of the parts that it has."""
-    shown = {key: result[key] for key in SHOWN if result.get(key) is not None}
-    numbers = [
-        f"- {x:.100}" if isinstance(x, str) else SHOWN[key].format(x)
-        for key, x in shown.items()
-        if not isinstance(x, dict)
-    ]
-    if name:
-        say(f"{indent}{name:<{34 - len(indent)}}  {'  '.join(numbers)}".rstrip())
+    """Print a result: its numbers and reasons in a line, and below it its parts that have some."""
+    plain = {key: x for key, x in result.items() if isinstance(x, (int, float, str))}
+    values = (
+        f"{key} {x:.6g}" if isinstance(x, float) else f"{key} {x}" for key, x in plain.items()
+    )
+    if name or plain:
+        say(f"{indent}{name:<{34 - len(indent)}}  {'  '.join(values)}".rstrip())
     for part, inner in result.items():
-        if part == "answers":
-            continue
-        if isinstance(inner, dict) and part in PARTS:
-            show("", inner, indent)
-        elif isinstance(inner, dict) and (
-            SHOWN.keys() & inner.keys() or any(isinstance(x, dict) for x in inner.values())
-        ):
+        if isinstance(inner, dict) and part != "answers":
             show(part, inner, indent + "  ")
 
 

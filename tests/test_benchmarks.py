@@ -37,7 +37,6 @@ import fp8_quantize  # noqa: E402
 import memory  # noqa: E402
 import options  # noqa: E402
 import providers  # noqa: E402
-import ratios  # noqa: E402
 import results  # noqa: E402
 import support  # noqa: E402
 import timing  # noqa: E402
@@ -234,13 +233,13 @@ def test_grids(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_best_peer_is_the_faster_of_two() -> None:
     def best(**ms: float) -> Any:
         cell = {"providers": {name: {"ms": x} for name, x in ms.items()}}
-        return ratios.with_best(cell)["providers"].get(providers.BEST, {}).get("of")
+        return cells.with_best(cell)["providers"].get(providers.BEST, {}).get("of")
 
     assert best(fa3=1.0, cudnn=2.0, flash_attn_4=1.5) == "flash_attn_4"
     assert best(fa3=1.0, cudnn=2.0, flash_attn_4=2.5) == "cudnn"
     assert best(fa3=1.0, cudnn=2.0, flash=1.0) is None, "one peer alone is not the best of two"
     cell = {"providers": {"fa3": {"ms": 1.0}, "cudnn": {"ms": 2.0}}}
-    assert ratios.ratios([cell], "fa3", "cudnn") == [2.0], "above 1 the first is faster"
+    assert cells.ratios([cell], "fa3", "cudnn") == [2.0], "above 1 the first is faster"
 
 
 # ------------------------------------------------------------------------------------ compare
@@ -391,21 +390,17 @@ def test_a_training_that_is_wrong_or_waits_for_the_cpu_has_no_speed(
     in_model, right = train.in_model, train.sdpa()
     wrong = dataclasses.replace(right, name="fa2", attend=lambda *x: right.attend(*x) * 2)
     with monkeypatch.context() as patch:
-        patch.setitem(providers.VARIANTS, "fa2", lambda: wrong)
-        (cell,) = run(train.main, *given, status=1)
-    assert cell["providers"]["fa2"]["skipped"].startswith("WRONG RESULT: relative")
-
-    with monkeypatch.context() as patch:  # right alone, and wrong in the model
         patch.setattr(train, "in_model", lambda p, causal: in_model(
             wrong if p.name == "fa2" else p, causal))  # fmt: skip
         (cell,) = run(train.main, *given, status=1)
+    assert cell["providers"]["fa2"]["wrong"]
     assert "of standard's" in cell["providers"]["fa2"]["skipped"]
     assert "tokens_per_second" in cell["providers"]["sdpa"]
 
     seconds = {"fast": [0.01], "slow": [0.002]}  # of a step, that the CPU enqueues in 3 ms
     trainees = {name: mock.Mock(losses=[torch.ones(())], seconds=x, host_seconds=[0.003],
                                 peak_bytes=1) for name, x in seconds.items()}  # fmt: skip
-    found = {"providers": {name: {"attention": {"ms": 1.0}} for name in seconds}}
+    found: dict[str, Any] = {"providers": {name: {} for name in seconds}}
     config = mock.Mock(batch=1, seq=1, layers=1)
     train.Bench.judge(mock.Mock(device=torch.device("cuda")), config, found, trainees)
     assert found["providers"]["fast"]["tokens_per_second"] == 100

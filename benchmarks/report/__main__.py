@@ -26,7 +26,7 @@ from .support import support_section
 from .tables import NOWHERE, UNKNOWN, device_of, gpu_folders, load, main_gpu, provenance
 
 Section = Callable[[], str]
-PAGE, WALKTHROUGH = Path("docs/benchmarks.md"), "docs/walkthrough.md"
+PAGE, WALKTHROUGH = Path("docs/benchmarks.md"), Path("docs/walkthrough.md")
 # The pages of docs/benchmarks/: heading, figures, sections, each of which has the parts of a GPU.
 APPENDIX: dict[str, tuple[tuple[str, ...], tuple[Callable[[Path], Iterator[str]], ...]]] = {
     "Speed": (("speed_forward", "speed_backward"), (speed.speed_section,)),
@@ -65,41 +65,35 @@ def appendix(folder: Path) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def of_main_gpu(table: Callable[[Path], str], subject: str, *names: str) -> Section:
-    """A table of the GPU of which most is measured, with its figures, and with where it comes from
-    if that is not where the grid does."""
+def of_main_gpu(
+    table: Callable[[Path], str], subject: str, *names: str, about: bool = True
+) -> Section:
+    """A table of the GPU of which most is measured, with its figures, and where it comes from."""
 
     def section() -> str:
         folder = main_gpu()
         rows = load(subject, folder) if folder else []
         if folder is None or not rows:
             return NOWHERE
-        about, other = (f"{device_of(folder)}; {provenance(r, s)}." for r, s in (
-            (rows, subject), (load("compare", folder), "compare")))  # fmt: skip
-        said = [about] if about != other or table is speed.grid_table else []
+        said = [f"{device_of(folder)}; {provenance(rows, subject)}."] if about else []
         return "\n\n".join([*figures.pictures(folder, PAGE, *names), *said, table(folder)])
 
     return section
 
 
-def picture(document: str, name: str) -> Section:
-    """A figure of the GPU of which most is measured."""
+def of_walkthrough(part: Callable[[Path], str]) -> Section:
+    """A part of a step, of the GPU of which most is measured."""
+    return lambda: (part(folder) if (folder := main_gpu()) else "") or NOWHERE
 
-    def section() -> str:
-        folder = main_gpu()
-        return "".join(figures.pictures(folder, Path(document), name) if folder else ()) or NOWHERE
 
-    return section
+def picture(name: str) -> Section:
+    """A figure of the walkthrough."""
+    return of_walkthrough(lambda folder: "".join(figures.pictures(folder, WALKTHROUGH, name)))
 
 
 def gains(after: str, before: str) -> Section:
-    """The table of a step of the walkthrough."""
-
-    def section() -> str:
-        folder = main_gpu()
-        return speed.gains(folder, after, before) if folder else NOWHERE
-
-    return section
+    """A table of the walkthrough."""
+    return of_walkthrough(lambda folder: speed.gains(folder, after, before))
 
 
 def pages_section() -> str:
@@ -115,19 +109,19 @@ DOCUMENTS: dict[str, dict[str, Section]] = {
     str(PAGE): {
         "speed": lambda: front_section(str(PAGE)),
         "grid": of_main_gpu(speed.grid_table, "compare"),
-        "models": of_main_gpu(speed.models_table, "compare"),
-        "fp8": of_main_gpu(speed.fp8_summary, "compare"),
+        "models": of_main_gpu(speed.models_table, "compare", about=False),
+        "fp8": of_main_gpu(speed.fp8_summary, "compare", about=False),
         "training": of_main_gpu(subjects.training_summary, "train"),
         "distributed": of_main_gpu(subjects.distributed_summary, "distributed"),
         "memory": of_main_gpu(lambda p: subjects.memory_table(p, "both"), "memory", "memory"),
         "pages": pages_section,
     },
-    WALKTHROUGH: {
+    str(WALKTHROUGH): {
         "tiling": gains("fa1", "standard"),
-        "recomputation": picture(WALKTHROUGH, "memory"),
+        "recomputation": picture("memory"),
         "fa2": gains("fa2", "fa1"),
         "fa3": gains("fa3", "fa2"),
-        "all": picture(WALKTHROUGH, "speed"),
+        "all": picture("speed"),
     },
 }
 

@@ -14,9 +14,10 @@ from common import Json
 from options import MEASURED, MIXED, OPTIONS, PLAIN, REPEATS, TABLES
 from providers import LABELS
 
-from .tables import NO, Entry, load, mask_of, pivot, provenance, select, size_name, table
+from .tables import NO, Entry, load, mask_of, pivot, provenance, select, size_name
 
 PASSES = ("forward", "backward")
+MIXED_LABELS = {"as drawn": "flash_ext", "varlen_attn": "torch's varlen_attn"}
 
 
 def memory_table(folder: Path, *directions: str) -> str:
@@ -82,7 +83,7 @@ def fp8_model_section(folder: Path) -> Iterator[str]:
 
 # ------------------------------------------------------------------------------------ training
 SIZES = {"small": "GPT-2 small", "medium": "GPT-2 medium", "bert-large": "as BERT-large",
-         "long-range": "as long-range arena", "llama": "4 layers as Llama 3.1 8B's"}  # fmt: skip
+         "llama": "4 layers as Llama 3.1 8B's"}  # fmt: skip
 
 
 def training_rows(folder: Path) -> list[Json]:
@@ -107,28 +108,27 @@ def training_summary(folder: Path) -> str:
 def training_section(folder: Path) -> Iterator[str]:
     """Tokens per second, the ratio to SDPA, and the peak memory of each attention."""
     cells = training_rows(folder)
-    if not cells:
-        return
-    rows = []
-    for cell in cells:
-        found = cell["providers"]
-        base = found.get("sdpa", {}).get("tokens_per_second")
-        for name, r in found.items():
-            row = [f"{SIZES.get(cell['model'], cell['model'])}, S {cell['seqlen']}", LABELS[name]]
-            speed = r.get("tokens_per_second")
-            if speed is None:
-                why = "no memory" if "out of memory" in r["skipped"] else NO
-                rows.append([*row, "wrong" if r.get("wrong") else why, NO, NO, NO])
-                continue
-            ratio = f"{speed / base:.2f}" if base else NO
-            peak = f"{r['peak_bytes'] / 2**30:.1f}"
-            rows.append([*row, f"{speed:,.0f}", ratio, peak, f"{r['share']:.0%}"])
-    backends = sorted({c["sdpa_backend"] for c in cells if "sdpa_backend" in c})
-    yield (f"{provenance(cells, 'train')}. Median step, eager. SDPA chose"
-           f" {' and '.join(backends)}. Steps that the CPU could not enqueue fast enough are left"
-           " out.")  # fmt: skip
-    head = ["size", "attention", "tokens/s", "over SDPA", "peak GiB", "attention's share"]
-    yield table(head, rows, words=2)
+
+    def entries() -> Iterator[Entry]:
+        for cell in cells:
+            base = cell["providers"].get("sdpa", {}).get("tokens_per_second")
+            for name, r in cell["providers"].items():
+                line = f"{SIZES.get(cell['model'], cell['model'])}, S {cell['seqlen']}"
+                entry = line, LABELS[name]
+                if speed := r.get("tokens_per_second"):
+                    yield entry, "tokens/s", f"{speed:,.0f}"
+                    yield entry, "over SDPA", f"{speed / base:.2f}" if base else NO
+                    yield entry, "peak GiB", f"{r['peak_bytes'] / 2**30:.1f}"
+                else:
+                    why = "no memory" if "out of memory" in r["skipped"] else NO
+                    yield entry, "tokens/s", "wrong" if r.get("wrong") else why
+
+    if cells:
+        yield (
+            f"{provenance(cells, 'train')}. Median step, eager. Steps that the CPU could not"
+            " enqueue fast enough are left out."
+        )
+        yield pivot(["size", "attention"], entries())
 
 
 # ------------------------------------------------------------------------------------- options
@@ -165,10 +165,9 @@ def options_section(folder: Path) -> Iterator[str]:
         for variant, direction in MIXED:
             for c in select(rows, table="mix", variant=variant, direction=direction):
                 line = (f"{variant} {direction}, d {c['d']}, {mask_of(c)}",)
-                for name, r in c["results"].items():
-                    if "tflops" in r:
-                        text = f"{r['tflops']:.0f} ({r.get('over_dense', math.nan):.2f})"
-                        yield line, name, text
+                for name, label in MIXED_LABELS.items():
+                    if "tflops" in (r := c["results"].get(name, {})):
+                        yield line, label, f"{r['tflops']:.0f}"
 
     columns = (f"{v} {way}, d {d}" for v, way in MEASURED for d in sorted({c["d"] for c in rows}))
     first = rows[0]
@@ -189,11 +188,9 @@ def options_section(folder: Path) -> Iterator[str]:
         m = mix[0]
         yield (
             f"Packed self-attention, {m['sequences']} sequences of {m['shortest']} to"
-            f" {m['longest']} tokens, {m['tokens']} in all, {GRID['hidden']} // d heads; torch's"
-            f" varlen_attn beside them. Dense: B {m['dense_batch']}, S {m['dense_seqlen']}, about"
-            " as many FLOPs."
+            f" {m['longest']} tokens, {m['tokens']} in all, {GRID['hidden']} // d heads."
         )
-        yield pivot(["TFLOP/s (over dense)"], mixed())
+        yield pivot(["TFLOP/s"], mixed())
 
 
 # ----------------------------------------------------------------------------------- many GPUs

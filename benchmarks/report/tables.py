@@ -8,9 +8,9 @@ from pathlib import Path
 
 import common
 import results
-from cells import standard_cells
+from cells import standard_cells, with_best
 from common import Json
-from ratios import with_best
+from providers import DISTRIBUTIONS
 
 NO, UNKNOWN = "–", "not measured yet"
 NOWHERE = f"On a GPU: {UNKNOWN}."
@@ -74,7 +74,9 @@ def provenance(rows: list[Json], subject: str = "") -> str:
     digests = (f"source `{every('digest')}`" if subject in results.PACKAGE
                else f"kernels `{every('kernels')}`")  # fmt: skip
     versions = f"torch {every('torch')}, cuDNN {every('cudnn')}, driver {every('driver')}"
-    return f"{versions}; {every('date', lambda date: str(date)[:10])}; {digests}"
+    peers = "".join(f", {package} {every(name)}" for name, package in DISTRIBUTIONS.items()
+                    if any(name in s for s in setups))  # fmt: skip
+    return f"{versions}{peers}; {every('date', lambda date: str(date)[:10])}; {digests}"
 
 
 def device_of(folder: Path) -> str:
