@@ -165,7 +165,7 @@ def place(cell: Json) -> str:
 
 
 def shape_name(cell: Json) -> str:
-    """What a cell of a model, or of a sustained run, computes."""
+    """What a cell computes."""
     lengths = "x".join(str(x) for x in (cell.get("seqlen_q"), cell["seqlen"]) if x)
     heads = "/".join(str(x) for x in (cell["heads"], cell.get("kv_heads")) if x)
     dims = "/".join(str(x) for x in (cell["d"], cell.get("d_v")) if x)

@@ -16,7 +16,7 @@ The standard grid is bf16, 16,384 tokens, hidden size 2048, head dims 64, 128 an
 to 16,384, causal and full: 72 cells. There are 2048 // d heads, also if d does not divide 2048: 21
 at d 96, 10 at d 192. A cell's FLOPs are 4 B H S S D, halved when causal, times 2.5 for backward.
 shapes.toml has the other sets. No provider is timed before its results agree with float32 standard
-attention. Beside each cell stand the SM clock and the power that nvidia-smi saw meanwhile.
+attention.
 
 --set fp8 is the forward in FP8, quantization not timed: fa3 with output in bfloat16 and cuDNN
 through nvidia-cudnn-frontend (imported as ``cudnn``) with output in FP8, beside fa3 and its peers
@@ -24,7 +24,7 @@ in bfloat16 on the inputs before quantization. Providers of FP8 are held against
 attention of what the FP8 numbers stand for.
 
 With --sustained each call runs back to back for a second or more, as in training, where the GPU
-comes to its power limit; clock, power and energy per call are those of that time.
+comes to its power limit.
 
 With --record or --out the results of each shape are written as soon as they are there, each cell as
 a whole, because a ratio is meaningful only within one process.
@@ -59,17 +59,14 @@ from providers import (
 from timing import Timer
 from torch import Tensor
 
-SUSTAINED_SECONDS = 1.2
-
 
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = command_line(__doc__, PEERS)
     add = parser.add_argument
     add_grid(parser)
-    add("--sustained", type=float, nargs="?", const=SUSTAINED_SECONDS, default=0.0,
-        metavar="SECONDS", help="each call back to back for so long"
-        f" ({SUSTAINED_SECONDS} s if not said)")  # fmt: skip
+    add("--sustained", type=float, nargs="?", const=1.2, default=0.0, metavar="SECONDS",
+        help="each call back to back for so long (1.2 s if not said)")  # fmt: skip
     add("--min-time", type=float, default=0.1, help="seconds of calls per provider and cell")
     add("--rounds", type=int, help="calls per provider and cell, in place of --min-time")
     return parser.parse_args()
@@ -82,8 +79,6 @@ class Bench:
         self.args, self.providers = args, providers
         self.device = torch.device(args.device)
         self.timer = Timer(self.device)
-        self.log = common.ClockLog(self.device)
-        self.clocks: dict[str, float] = {}  # and power, while a cell was timed
 
     def shape(self, cells: list[Cell]) -> Iterator[tuple[Cell, Json]]:
         """Measure the directions of one shape on the same inputs."""
@@ -125,8 +120,7 @@ class Bench:
                 calls[provider.name] = call
         times, reason = attempt(partial(self.times, cell, calls))
         for name in calls:
-            found = times[name] if times else reason
-            results[name] = found if "skipped" in found else found | results[name]
+            results[name] = times[name] | results[name] if times else reason
         return results
 
     def check(self, got: Any, provider: Provider, exact: list[Tensor]) -> float:
@@ -138,16 +132,13 @@ class Bench:
 
     def times(self, cell: Cell, calls: dict[str, Callable[[], object]]) -> Json:
         """Every call's times, or why a call has none."""
-        self.clocks = {}
         if cell.sustained:
             found = self.timer.sustained(calls, self.args.sustained)
         else:
-            self.log.since_last()
             found = self.timer.timed(calls, self.args.min_time, self.args.rounds)
-            self.clocks = self.log.since_last()
-        for result in (r for r in found.values() if "ms" in r):
+        for result in found.values():
             result["tflops"] = round(cell.flops() / result["ms"] * 1e-9, 4)
-            if cell.seqlen_q and not cell.sustained:
+            if cell.seqlen_q:
                 result["tbps"] = round(cell.kv_bytes() / result["ms"] * 1e-9, 4)
         return found
 
@@ -186,12 +177,8 @@ def main() -> int:
             yield from bench.shape(same_shape)
             common.free_memory(bench.device)  # one shape's graphs must not crowd out the next
 
-    try:
-        for cell, found in common.progress(run(), len(cells), "cells"):
-            state = {"gpu": bench.clocks} if bench.clocks else {}
-            recorder.add(cell.to_json(), state | {"providers": found}, **versions(providers))
-    finally:
-        bench.log.close()
+    for cell, found in common.progress(run(), len(cells), "cells"):
+        recorder.add(cell.to_json(), {"providers": found}, **versions(providers))
     print_means(recorder.lines, [p.name for p in providers])
     recorder.close(missing)
     bad = [r for line in recorder.lines for p in providers

@@ -2,7 +2,7 @@
 
     make bench                          # within nine minutes on an H200
     python benchmarks/everything.py --record --only grid memory    # into benchmarks/results
-    python benchmarks/everything.py --record FOLDER --only models sustained
+    python benchmarks/everything.py --record FOLDER --only models mqa
     python benchmarks/everything.py --only fp8 "fp8 errors" "fp8 model"    # only prints
 
 With --record, results go to a folder's <device>/<subject>.jsonl as soon as they are there, and

@@ -1,4 +1,4 @@
-"""What `flash_ext.timing` does not have: sustained load, and the CPU's time."""
+"""What `flash_ext.timing` does not have: calls back to back, and the CPU's time."""
 
 from __future__ import annotations
 
@@ -95,47 +95,26 @@ class Timer(common.timing.Timer):
         return results
 
     def sustained(self, calls: dict[str, Callable[[], object]], seconds: float) -> dict[str, Json]:
-        """Each call back to back for ``seconds`` in all, in turns, on a GPU that is hot.
+        """Milliseconds of each call, back to back for ``seconds`` in all, in turns, on a GPU that
+        is hot; caches are warm.
 
         A turn begins with a third of its time that does not count. No turn is shorter than
         ``LEAST_TURN``, or the power limit would follow the mean of all calls.
-
-        Milliseconds per call with warm caches, and on a GPU clock, power and temperature (medians
-        of the turns' medians), with the energy of a call in joules. Of a call that fails its error,
-        as "skipped".
         """
         orders = balanced_orders(list(calls))
         orders = orders[: max(1, int(seconds / LEAST_TURN + 1e-6))]  # 1.2 / 0.4 is below 3
         turn = seconds / max(len(orders), 1) if self.cuda else 0
-        counts: dict[str, int] = {}  # in a turn
-        turns: dict[str, list[Json]] = {name: [] for name in calls}
-        results: dict[str, Json] = {}
-        log = common.ClockLog(self.device)
-        log.wait_for_sample()
+        counts = {
+            name: max(5, math.ceil(turn / max(self.estimate(call)[0], 1e-7)))
+            for name, call in calls.items()
+        }
+        turns: dict[str, list[float]] = {name: [] for name in calls}
         for name in itertools.chain.from_iterable(orders):
-            if name in results:
-                continue
-            try:
-                call = calls[name]
-                if name not in counts:
-                    counts[name] = max(5, math.ceil(turn / max(self.estimate(call)[0], 1e-7)))
-                count = counts[name]
-                repeat(call, count // 3)
-                if self.cuda:
-                    torch.cuda.synchronize(self.device)
-                log.since_last()
-                (whole,) = step_times(functools.partial(repeat, call, count), 1, self.device)
-                ms = whole * 1e3 / count
-                turns[name].append({"ms": ms} | log.since_last())
-            except Exception as error:  # most often: out of memory
-                results[name] = {"skipped": common.first_line(error)}
-        log.close()
-        for name in [name for name in calls if name not in results]:
-            mean = statistics.fmean(x["ms"] for x in turns[name])
-            found = [x for x in turns[name] if len(x) > 1]
-            state = {key: statistics.median(x[key] for x in found)
-                     for key in (found[0] if found else ()) if key != "ms"}  # fmt: skip
-            energy = {"joules": round(state["power_w"] * mean * 1e-3, 6)} if state else {}
-            made = counts[name] * len(orders)
-            results[name] = {"ms": round(mean, 6), "calls": made, **state, **energy}
-        return results
+            call, count = calls[name], counts[name]
+            repeat(call, count // 3)
+            (whole,) = step_times(functools.partial(repeat, call, count), 1, self.device)
+            turns[name].append(whole * 1e3 / count)
+        return {
+            name: {"ms": round(statistics.fmean(ms), 6), "calls": counts[name] * len(orders)}
+            for name, ms in turns.items()
+        }

@@ -15,7 +15,6 @@ from cells import (
     fastest,
     fp8_cells,
     geometric_mean,
-    has_grid_size,
     is_plain,
     on_grid,
     ratios,
@@ -181,18 +180,15 @@ def speed_table(cells: list[Json]) -> str:
 
 
 def shapes_table(cells: list[Json]) -> str:
-    """Shapes of models, few heads or queries, or sustained load: the speed of our fastest variant
-    and of the fastest peer that ran the shape, how many times as fast, and the power."""
-    powers = any("power_w" in r for c in cells for r in c["providers"].values())
+    """Shapes of models, or of few heads or queries: the speed of our fastest variant and of the
+    fastest peer that ran the shape, and how many times as fast."""
     rows = []
     for c in cells:
         if not (found := ours_and_best(c)):
             continue
         own, best = found
         both = [own, best] if best else [own]
-        name = "grid" if has_grid_size(c) else ""
-        if c.get("model"):
-            name = f"{c['model']} ({SOURCES.get(c['model'], '')})"
+        name = f"{c['model']} ({SOURCES.get(c['model'], '')})" if c.get("model") else ""
         few = c.get("seqlen_q") and not c.get("model")  # of which reading K and V is the work
         speeds = (f"{r['tbps']:.2f} TB/s" if few else f"{r['tflops']:.0f}" for r in both)
         rows.append([
@@ -200,9 +196,8 @@ def shapes_table(cells: list[Json]) -> str:
             *(f"{s} {LABELS[r['of']]}" for s, r in zip(speeds, both, strict=True)),
             *([NO] * (2 - len(both))),
             f"{best['ms'] / own['ms']:.2f}" if best else NO,
-            *([" / ".join(f"{r['power_w']:.0f}" for r in both if "power_w" in r)] * powers),
         ])  # fmt: skip
-    head = ["shape of", "", "TFLOP/s, ours", "fastest peer", "times as fast", *["W"] * powers]
+    head = ["shape of", "", "TFLOP/s, ours", "fastest peer", "times as fast"]
     return table(head, rows, words=2)
 
 
@@ -240,7 +235,7 @@ def speed_section(folder: Path) -> Iterator[str]:
     if few := [c for c in others if c["dtype"] != FP8]:
         yield f"Few heads or queries (TB/s: of K and V): {provenance(few)}."
         yield shapes_table(few)
-    if models := [c for c in every if c.get("model") and not c.get("sustained")]:
+    if models := [c for c in every if c.get("model")]:
         yield f"Shapes of models: {provenance(models)}."
         yield shapes_table(models)
     if steady := [c for c in every if c.get("sustained") and not c.get("graph")]:
