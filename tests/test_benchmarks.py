@@ -411,7 +411,7 @@ def test_support_is_what_explain_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(support, "refusal", refuses)
     answers = support.probe(torch.device("cpu"))
     found = {n for n, x in answers.items() if "no sink" in x["fa2"].values()}
-    assert found == {"sink", "gradient of sink", "all options at once"}
+    assert found == {"sink", "gradient of sink"}
     assert set(answers["window"]["fa2"].values()) == {None}
 
 

@@ -20,9 +20,8 @@ import common
 import results
 
 from . import figures, speed, subjects
-from .compat import compat_section
 from .front import bench_section, front_section
-from .support import support_section
+from .support import compat_section, support_section
 from .tables import NOWHERE, UNKNOWN, device_of, gpu_folders, load, main_gpu, provenance
 
 Section = Callable[[], str]
