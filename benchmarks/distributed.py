@@ -2,14 +2,13 @@
 
     python benchmarks/distributed.py                       # all GPUs of this machine
     python benchmarks/distributed.py --ranks 2 --lengths 32768
-    python benchmarks/distributed.py --documents --peers none
+    python benchmarks/distributed.py --methods ring --transport collectives --peers none
     torchrun --nproc-per-node 4 benchmarks/distributed.py  # the same, also on several machines
     python benchmarks/distributed.py --device cpu          # a smoke test with gloo
 
-Causal self-attention with the heads of Llama 3.1 8B, one sequence of so many tokens in all, and
---documents: packed causal documents whose lengths have a heavy tail. Every method of
-`flash_ext.integrations.distributed`; torch's context_parallel with cuDNN, by each of its rotations;
-and ring-flash-attn where it is installed.
+Causal self-attention with the heads of Llama 3.1 8B, one sequence of so many tokens in all. Every
+method of `flash_ext.integrations.distributed`; torch's context_parallel with cuDNN, by each of its
+rotations; and ring-flash-attn where it is installed. packings.py has packed documents.
 
 Each rank is a process with one GPU. The providers are timed one after the other; before each call
 all ranks meet, and so do their GPUs. A call's time is that between CUDA events (on a CPU the wall
@@ -31,7 +30,6 @@ import gc
 import importlib.util
 import itertools
 import os
-import random
 import statistics
 import subprocess
 import sys
@@ -55,8 +53,9 @@ from torch import Tensor
 from flash_ext.integrations import distributed as cp
 from flash_ext.integrations.distributed import local, plan, symmetric
 
+CAUSAL = plan.Mask(None, 0, None)
+LAYOUT = "zigzag"
 LENGTHS, CPU_LENGTHS = (32768, 131072, 1048576), (256,)
-DOCUMENT_TOKENS, CPU_DOCUMENT_TOKENS = 131072, 256
 MOST_ROUNDS, FEWEST_ROUNDS = 20, 2
 AHEAD = 20_000_000  # cycles that the GPU waits, so that the host is ahead when a call begins
 FACTORS = {"forward": 1.0, "backward": 2.5}  # of the forward's FLOPs
@@ -66,38 +65,17 @@ FACTORS = {"forward": 1.0, "backward": 2.5}  # of the forward's FLOPs
 class Cell:
     """One sequence on so many ranks, and attention's heads in one layer."""
 
-    kind: str  # "causal" or "documents"
     rows: int
     ranks: int
     heads_q: int = 32
     heads_k: int = 8
     dim: int = 128
-    documents: tuple[int, ...] | None = None
-
-    @property
-    def mask(self) -> plan.Mask:
-        return plan.Mask(None, 0, self.documents)
-
-    @property
-    def pairs(self) -> int:
-        """(query, key) that are visible."""
-        return sum(plan.visible_pairs(cp.sharding(self.rows, 1), self.mask))
 
     @property
     def flops(self) -> float:
         """Of a forward pass, on all ranks."""
-        return 4.0 * self.heads_q * self.dim * self.pairs
-
-
-def heavy_tail(rows: int, seed: int = 0) -> tuple[int, ...]:
-    """cu_seqlens of documents whose lengths follow a power law: most short, few very long."""
-    draw = random.Random(seed)
-    edges = [0]
-    while edges[-1] < rows:
-        edges.append(
-            min(rows, edges[-1] + int(min(rows / 2, rows / 256 * draw.paretovariate(0.9))))
-        )
-    return tuple(edges)
+        pairs = sum(plan.visible_pairs(cp.sharding(self.rows, 1), CAUSAL))
+        return 4.0 * self.heads_q * self.dim * pairs
 
 
 # ------------------------------------------------------------------------------------- providers
@@ -126,11 +104,7 @@ class Ranks:
     def __init__(self, cell: Cell, device: torch.device, dtype: torch.dtype) -> None:
         self.cell, self.device, self.dtype = cell, device, dtype
         self.rank = dist.get_rank()
-
-    def rows_of(self, layout: str) -> int:
-        """This rank's."""
-        cell = self.cell
-        return cp.sharding(cell.rows, cell.ranks, layout, cell.documents).lengths[self.rank]
+        self.rows = cp.sharding(cell.rows, cell.ranks, LAYOUT).lengths[self.rank]
 
     def inputs(self, rows: int, heads_k: int | None = None) -> tuple[list[Tensor], Tensor]:
         """q, k and v, requiring gradients, and dout: (1, rows, H, D)."""
@@ -143,35 +117,31 @@ class Ranks:
         return [x.requires_grad_() for x in (q, k, v)], dout
 
 
-def ours(ranks: Ranks, method: str, layout: str, transport: str) -> Provider:
+def ours(ranks: Ranks, method: str, transport: str) -> Provider:
     """A method of this package."""
-    cell = ranks.cell
-    packed = cell.documents is not None
-    leaves, dout = ranks.inputs(ranks.rows_of(layout))
+    leaves, dout = ranks.inputs(ranks.rows)
 
     def forward() -> Tensor:
-        tensors = [x[0] for x in leaves] if packed else leaves
-        out = cp.attention(
-            *tensors, causal=True, method=method, layout=layout, cu_seqlens=cell.documents,
-            seqlen=cell.rows, transport=transport,
+        return cp.attention(
+            *leaves, causal=True, method=method, layout=LAYOUT, seqlen=ranks.cell.rows,
+            transport=transport,
         )  # fmt: skip
-        return out[None] if packed else out
 
     engines = symmetric.has_engines(transport, dist.group.WORLD, ranks.device)
     facts = {"transport": "copy_engines" if engines else "collectives"}
-    return Provider(title(method, layout, transport), forward, tuple(leaves), dout, facts=facts)
+    return Provider(title(method, transport), forward, tuple(leaves), dout, facts=facts)
 
 
 class Kernels:
     """The kernels of a rank alone, on random keys: of some rows and all heads, the calls of the
     all-gather, or of all rows and some heads, those of Ulysses."""
 
-    def __init__(self, ranks: Ranks, layout: str, by_heads: bool) -> None:
+    def __init__(self, ranks: Ranks, by_heads: bool) -> None:
         cell = ranks.cell
         by_rows = 1 if by_heads else cell.ranks
         rank = 0 if by_heads else ranks.rank
-        shards = cp.sharding(cell.rows, by_rows, layout, cell.documents)
-        self.calls = plan.as_batch(plan.gathered(shards, rank, cell.mask))
+        shards = cp.sharding(cell.rows, by_rows, LAYOUT)
+        self.calls = plan.as_batch(plan.gathered(shards, rank, CAUSAL))
         (q, _, _), dout = ranks.inputs(shards.lengths[rank])
         (_, k, v), _ = ranks.inputs(cell.rows)
         self.q, self.dout, self.k, self.v = (
@@ -208,8 +178,6 @@ def torchs(ranks: Ranks, rotation: str, heads_k: int | None = None) -> Provider:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     cell = ranks.cell
-    if cell.documents is not None:
-        raise NotImplementedError("context_parallel has no documents")
     mesh = init_device_mesh(ranks.device.type, (cell.ranks,))
     used = heads_k or cell.heads_k
     leaves, dout = ranks.inputs(cell.rows // cell.ranks, used)
@@ -260,27 +228,24 @@ def ring_flash_attns(ranks: Ranks) -> Provider:
         substitute_hf_flash_attn=None, update_ring_flash_attn_params=None
     )
     call = getattr(importlib.import_module("ring_flash_attn"), RING)
-    if ranks.cell.documents is not None:
-        raise NotImplementedError("its packed functions want every document divisible")
-    leaves, dout = ranks.inputs(ranks.rows_of("zigzag"))
+    leaves, dout = ranks.inputs(ranks.rows)
     return Provider(
         f"ring-flash-attn {RING}", lambda: call(*leaves, causal=True), tuple(leaves), dout,
         facts={"over": "flash_attn" if THEIRS else "flash_ext.flash_attn"},
     )  # fmt: skip
 
 
-def title(name: str, layout: str, transport: str) -> str:
+def title(method: str, transport: str) -> str:
     """What a method of this package is called in results."""
-    return f"{name} {layout}" + (f", {transport}" if transport != "auto" else "")
+    return f"{method} {LAYOUT}" + (f", {transport}" if transport != "auto" else "")
 
 
 def providers(
     ranks: Ranks, args: argparse.Namespace
 ) -> Iterator[tuple[str, Callable[[], Provider]]]:
     """Names and makers of all that are asked for."""
-    layouts = ("zigzag",) if ranks.cell.documents is None else ("zigzag", "document_zigzag")
-    for chosen in itertools.product(args.methods, layouts, [args.transport]):
-        yield title(*chosen), partial(ours, ranks, *chosen)
+    for method in args.methods:
+        yield title(method, args.transport), partial(ours, ranks, method, args.transport)
     if ranks.device.type != "cuda":
         return
     if args.peers in ("all", "torch"):
@@ -383,10 +348,8 @@ def free_memory(device: str) -> None:
 def run_provider(ranks: Ranks, make: Callable[[], Provider], clock: Clock) -> Json:
     """One provider's result in a cell."""
     provider = make()
-    method, _, layout = provider.name.partition(" ")
-    kernels = None
-    if method in cp.METHODS:
-        kernels = Kernels(ranks, layout.partition(", ")[0], method == "ulysses")
+    method, _, _ = provider.name.partition(" ")
+    kernels = Kernels(ranks, method == "ulysses") if method in cp.METHODS else None
     return measure(provider, clock, ranks.cell, kernels)
 
 
@@ -400,24 +363,11 @@ def run_cell(ranks: Ranks, args: argparse.Namespace) -> Iterator[Json]:
             result = run_provider(ranks, make, clock)
         except Exception as wrong:  # a peer that is absent or cannot, on every rank
             result = {"provider": name, "error": first_line(wrong)}
-        keys = asdict(cell)
-        del keys["documents"]
-        yield keys | result
+        yield {"kind": "causal"} | asdict(cell) | result
 
 
 # ------------------------------------------------------------------------------------- processes
 IDENTITY = ("kind", "rows", "ranks", "provider", "heads_q", "heads_k", "dim")
-
-
-def cells(args: argparse.Namespace, ranks: int, cpu: bool) -> Iterator[Cell]:
-    """All that are asked for."""
-    heads = (2 * ranks, ranks, 16) if cpu else ()
-    lengths = (CPU_LENGTHS if cpu else LENGTHS) if args.lengths is None else args.lengths
-    for rows in lengths:
-        yield Cell("causal", rows, ranks, *heads)
-    if args.documents:
-        rows = CPU_DOCUMENT_TOKENS if cpu else DOCUMENT_TOKENS
-        yield Cell("documents", rows, ranks, *heads, documents=heavy_tail(rows))
 
 
 def work(args: argparse.Namespace, recorder: Recorder | None = None) -> list[Json]:
@@ -427,7 +377,10 @@ def work(args: argparse.Namespace, recorder: Recorder | None = None) -> list[Jso
     dtype = torch.float32 if cpu else torch.bfloat16
     torch.manual_seed(dist.get_rank())
     found: list[Json] = []
-    asked = list(cells(args, dist.get_world_size(), cpu))
+    ranks = dist.get_world_size()
+    heads = (2 * ranks, ranks, 16) if cpu else ()
+    lengths = args.lengths or (CPU_LENGTHS if cpu else LENGTHS)
+    asked = [Cell(rows, ranks, *heads) for rows in lengths]
     for cell in common.progress(asked, len(asked), "cells") if recorder else asked:
         for result in run_cell(Ranks(cell, device, dtype), args):
             found.append(result)
@@ -451,7 +404,6 @@ def parse(given: list[str] | None = None) -> argparse.Namespace:
     add("--lengths", type=int, nargs="*", help=f"tokens in all; default {LENGTHS}")
     add("--methods", nargs="*", default=list(cp.METHODS), choices=cp.METHODS)
     add("--transport", choices=["auto", "collectives"], default="auto")
-    add("--documents", action="store_true", help="packed documents too")
     add("--peers", choices=["all", "none", "torch", "ring-flash-attn"], default="all")
     add("--seconds", type=float, default=4.0, help="for the rounds of a provider in a cell")
     add("--timeout", type=float, default=120.0, help="seconds until a collective that hangs ends")

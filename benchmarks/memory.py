@@ -14,10 +14,10 @@ from __future__ import annotations
 import argparse
 import gc
 import math
+import statistics
 import sys
 import time
 from collections.abc import Callable
-from typing import NamedTuple
 
 import common
 import torch
@@ -29,22 +29,10 @@ PEERS_ASKED = ("flash", "cudnn", "efficient", "standard")
 DIRECTIONS = ("forward", "backward", "both")  # both: with what is saved between the two
 
 
-class Growth(NamedTuple):
-    """A fit of peak extra memory over the sequence length."""
-
-    exponent: float  # slope of log(bytes) over log(S): 1 is linear, 2 quadratic
-    bytes_per_token: float  # at the longest sequence measured
-
-
-def fit(points: dict[int, int]) -> Growth:
-    """Least squares in log-log over {S: bytes}; needs two lengths."""
-    xs = [math.log(s) for s in points]
-    ys = [math.log(max(b, 1)) for b in points.values()]
-    mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
-    slope = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True))
-    slope /= sum((x - mean_x) ** 2 for x in xs)
-    longest = max(points)
-    return Growth(round(slope, 4), round(points[longest] / longest, 1))
+def exponent(points: dict[int, int]) -> float:
+    """The slope of log(bytes) over log(S), of two lengths or more: 1 is linear, 2 quadratic."""
+    logs = [[math.log(x) for x in values] for values in (points, points.values())]
+    return round(statistics.linear_regression(*logs).slope, 4)
 
 
 def prepare(
@@ -95,7 +83,7 @@ def measure(
             )
             break
         points[seqlen], seconds = found
-    growth = fit(points)._asdict() if len(points) > 1 else {}
+    growth = {"exponent": exponent(points)} if len(points) > 1 else {}
     return {"bytes": points, **growth, **ends}
 
 

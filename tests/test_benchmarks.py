@@ -354,8 +354,8 @@ def test_a_wrong_option_is_not_timed(direction: str) -> None:
 
 def test_growth_of_memory() -> None:
     """A growth that is not linear is a failure of a variant; a call that it refuses is none."""
-    assert memory.fit({1024: 1 << 20, 2048: 2 << 20, 4096: 4 << 20}).exponent == 1
-    assert memory.fit({1024: 1 << 20, 2048: 4 << 20}).exponent == 2
+    assert memory.exponent({1024: 1 << 20, 2048: 2 << 20, 4096: 4 << 20}) == 1
+    assert memory.exponent({1024: 1 << 20, 2048: 4 << 20}) == 2
     assert memory.is_linear({"exponent": 1.0}) and memory.is_linear({"refused": "why"})
     assert not memory.is_linear({"exponent": 2.0}) and not memory.is_linear({"stopped": "why"})
 

@@ -204,7 +204,7 @@ def provider_of(row: Json) -> str:
 def distributed_rows(folder: Path) -> list[Json]:
     """The cells that ran of methods that are measured, by length and number of GPUs."""
     left_out = ("two_level", "torch flash", " ring_flash")
-    rows = [c for c in select(load("distributed", folder), kind=("causal", "documents"))
+    rows = [c for c in select(load("distributed", folder), kind="causal")
             if "error" not in c and not any(x in c["provider"] for x in left_out)]  # fmt: skip
     return sorted(rows, key=lambda c: (c["kind"], c["ranks"], c["rows"]))
 
