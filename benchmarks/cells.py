@@ -112,17 +112,10 @@ def shapes_of(name: str, dtype: str, args: argparse.Namespace) -> Iterator[tuple
         return
     chosen = SHAPES["sets"][name]
     for shape in chosen["shapes"]:
-        fields = {"causal": True, "batch": 1} | chosen["all"] | shape
-        backward, bound = fields.pop("backward", True), fields.pop("cpu_seqlen", None)
+        fields = {"causal": True, "batch": 1} | chosen.get("all", {}) | shape
+        backward = fields.pop("backward", True)
         fields.pop("source", None)
-        cell = Cell(dtype, **fields)
-        if bound and args.device == "cpu":  # a small one with the head dims and the mask
-            kv = 1 if cell.kv_heads else 0
-            cell = replace(cell, heads=cell.heads // (cell.kv_heads or cell.heads), kv_heads=kv,
-                           seqlen=min(cell.seqlen, bound), batch=1,
-                           seqlen_q=min(cell.seqlen_q, bound // 4))  # fmt: skip
-            cell = replace(cell, window=min(cell.window, cell.seqlen))
-        yield cell, backward
+        yield Cell(dtype, **fields), backward
 
 
 def add_grid(parser: argparse.ArgumentParser) -> None:

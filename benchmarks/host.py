@@ -4,16 +4,14 @@
     python benchmarks/host.py --variants fa3 --peers cudnn
 
 On tensors so small that the GPU's work is nothing: forward without gradients, and forward and
-backward through autograd; both eager and under torch.compile.
+backward through autograd.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
-from types import FunctionType
 
 import common
 import torch
@@ -23,21 +21,7 @@ from timing import Around, Timer
 
 SHAPE = (1, 128, 4, 64)
 PEERS_TIMED = ("flash", "cudnn", "flash_attn_4")
-FORWARD, BOTH, COMPILED = "forward", "forward and backward", ", compiled"
-
-
-def compiled_provider(provider: Provider) -> Provider:
-    """The provider under torch.compile, which identifies a function by its code object.
-
-    Two providers with the same code would run the same graph, so each has its own copy.
-    """
-    attend = provider.attend
-    assert isinstance(attend, FunctionType)
-    code = attend.__code__.replace(co_name=f"attend_{provider.name}")
-    copy = FunctionType(
-        code, attend.__globals__, code.co_name, attend.__defaults__, attend.__closure__
-    )
-    return replace(provider, attend=torch.compile(copy, fullgraph=True))
+CALLS = ("forward", "forward and backward")
 
 
 def calls(timer: Timer, providers: list[Provider]) -> tuple[Json, Json]:
@@ -76,10 +60,8 @@ def main() -> int:
     names = args.variants or running(recorder.device)
     found, missing = collect(names, args.peers)
     providers, timer = [variant("auto"), *found], Timer(recorder.device)
-    eager, compiled = calls(timer, providers), calls(timer, [*map(compiled_provider, providers)])
     cell = dict(zip(("batch", "seqlen", "heads", "d"), SHAPE, strict=True))
-    whats = (FORWARD, BOTH, FORWARD + COMPILED, BOTH + COMPILED)
-    for what, times in zip(whats, (*eager, *compiled), strict=True):
+    for what, times in zip(CALLS, calls(timer, providers), strict=True):
         recorder.add({"call": what} | cell, {"providers": times})
     recorder.close(missing)
     return int(any("skipped" in line["result"]["providers"][n]

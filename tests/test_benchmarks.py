@@ -31,7 +31,6 @@ import cells  # noqa: E402
 import compare  # noqa: E402
 import distributed  # noqa: E402
 import fp8_errors  # noqa: E402
-import fp8_model  # noqa: E402
 import fp8_providers  # noqa: E402
 import memory  # noqa: E402
 import options  # noqa: E402
@@ -433,17 +432,12 @@ def test_methods_of_quantization() -> None:
             assert torch.equal(got, flash_ext.fp8.attention(q, k, v, qk_dtype=method.qk_dtype))
 
 
-def test_fp8_errors_and_losses(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_errors(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fp8_errors, "CPU_SEQLENS", {32: 256})
     (outliers,) = run(fp8_errors.main)
     assert all(r["rmse"] <= r["rmse_max"] for r in outliers["methods"].values())
     ours, plain = (outliers["methods"][n] for n in (fp8_providers.OURS, fp8_providers.PER_TENSOR))
     assert ours["rmse"] < plain["rmse"]
-    monkeypatch.setattr(fp8_model, "CPU", (dataclasses.replace(fp8_model.CPU[0], steps=3),))
-    (model,) = run(fp8_model.main)
-    losses = model["attentions"]
-    assert losses[fp8_model.BFLOAT16]["difference"] == 0
-    assert 0 < abs(losses[fp8_model.FP8]["difference"]) < 1e-2
 
 
 # ----------------------------------------------------------------------------------- many GPUs

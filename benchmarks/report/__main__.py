@@ -29,7 +29,7 @@ PAGE, WALKTHROUGH = Path("docs/benchmarks.md"), Path("docs/walkthrough.md")
 # The pages of docs/benchmarks/: heading, figures, sections, each of which has the parts of a GPU.
 APPENDIX: dict[str, tuple[tuple[str, ...], tuple[Callable[[Path], Iterator[str]], ...]]] = {
     "Speed": (("speed_forward", "speed_backward"), (speed.speed_section,)),
-    "FP8": ((), (speed.fp8_speed_section, subjects.fp8_errors_section, subjects.fp8_model_section)),
+    "FP8": ((), (speed.fp8_speed_section, subjects.fp8_errors_section)),
     "Memory": ((), (subjects.memory_section,)),
     "Training": ((), (subjects.training_section,)),
     "What options cost": ((), (subjects.options_section,)),

@@ -22,6 +22,7 @@ from cells import (
 )
 from common import Json
 from fp8_providers import FP8, FP8_PROVIDERS
+from host import CALLS
 from providers import BEST, LABELS, PEERS
 
 import flash_ext
@@ -205,7 +206,7 @@ def host_table(rows: list[Json]) -> str:
     """The CPU's time per call."""
 
     def entries() -> Iterator[Entry]:
-        for row in rows:
+        for row in select(rows, call=CALLS):
             for name in ("auto", *ROWS):
                 if "us" in row["providers"].get(name, {}):
                     line = (f"host time per call, {row['call']}, µs",)

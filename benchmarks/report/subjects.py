@@ -64,23 +64,6 @@ def fp8_errors_section(folder: Path) -> Iterator[str]:
         yield pivot(["RMSE, mean of seeds (worst)"], entries())
 
 
-def fp8_model_section(folder: Path) -> Iterator[str]:
-    """The loss of trained models, and its relative difference from bfloat16's."""
-    rows = load("fp8_model", folder)
-
-    def entries() -> Iterator[Entry]:
-        for m in rows:
-            column = (f"{m['layers']} layers, {m['heads']} heads of {m['d']}, S {m['seqlen']},"
-                      f" {m['steps']} steps")  # fmt: skip
-            for name, r in m["attentions"].items():
-                if "loss" in r:
-                    yield (name,), column, f"{r['loss']:.4f} ({r['difference']:+.1e})"
-
-    if rows:
-        yield f"Trained models: {provenance(rows)}."
-        yield pivot(["loss, nats a byte (difference)"], entries())
-
-
 # ------------------------------------------------------------------------------------ training
 SIZES = {"small": "GPT-2 small", "medium": "GPT-2 medium", "bert-large": "as BERT-large",
          "llama": "4 layers as Llama 3.1 8B's"}  # fmt: skip
