@@ -215,16 +215,6 @@ def ratios(cells: Iterable[Json], ours: str, peer: str) -> list[float]:
     return [b["ms"] / a["ms"] for a, b in pairs if "ms" in a and "ms" in b]
 
 
-def ratio_spread(cell: Json, ours: str, peer: str) -> float | None:
-    """How far the quartiles of both move a cell's ratio, relative to it; None without a ratio."""
-    if not (ratio := ratios([cell], ours, peer)):
-        return None
-    a, b = cell["providers"][ours], cell["providers"][peer]
-    low = b.get("q1_ms", b["ms"]) / a.get("q3_ms", a["ms"])
-    high = b.get("q3_ms", b["ms"]) / a.get("q1_ms", a["ms"])
-    return max(abs(edge / ratio[0] - 1) for edge in (low, high))
-
-
 def fastest(cell: Json, names: Iterable[str]) -> Json | None:
     """The result of the fastest of these that ran a cell, with its name as "of"."""
     found = [

@@ -313,6 +313,8 @@ class Clock:
 def measure(provider: Provider, clock: Clock, cell: Cell, kernels: Kernels | None) -> Json:
     """Times, memory and rates of one provider, in turns with its kernels alone if it is ours."""
     result: Json = {"provider": provider.name, **provider.facts}
+    if clock.cuda:
+        torch.cuda.reset_peak_memory_stats()
     with provider.around():
         provider.backward_of(provider.forward())()
     clock.meet()
@@ -337,14 +339,6 @@ def measure(provider: Provider, clock: Clock, cell: Cell, kernels: Kernels | Non
     return result
 
 
-def free_memory(device: str) -> None:
-    """Give back what is unused, and forget how much was held."""
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-
-
 def run_provider(ranks: Ranks, make: Callable[[], Provider], clock: Clock) -> Json:
     """One provider's result in a cell."""
     provider = make()
@@ -358,7 +352,8 @@ def run_cell(ranks: Ranks, args: argparse.Namespace) -> Iterator[Json]:
     cell = ranks.cell
     clock = Clock(ranks.device, args.seconds)
     for name, make in providers(ranks, args):
-        free_memory(ranks.device.type)
+        gc.collect()
+        common.free_memory(ranks.device)
         try:
             result = run_provider(ranks, make, clock)
         except Exception as wrong:  # a peer that is absent or cannot, on every rank

@@ -24,33 +24,26 @@ PEERS_TIMED = ("flash", "cudnn", "flash_attn_4")
 CALLS = ("forward", "forward and backward")
 
 
-def calls(timer: Timer, providers: list[Provider]) -> tuple[Json, Json]:
-    """The CPU's time for one call of each: forward, and forward with backward."""
+def times(timer: Timer, providers: list[Provider], gradients: bool) -> Json:
+    """The CPU's time for one call of each: forward, or forward with backward."""
     dtype = torch.float32 if timer.device.type == "cpu" else torch.bfloat16
     work = Workload(SHAPE, dtype, timer.device)
-    forward: dict[str, tuple[Callable[[], object], Around]] = {}
-    step: dict[str, tuple[Callable[[], object], Around]] = {}
+    calls: dict[str, tuple[Callable[[], object], Around]] = {}
     skipped: Json = {}
 
-    def prepare(provider: Provider) -> tuple[Callable[[], object], Callable[[], object]]:
-        both = work.bare(provider, causal=True), work.step(provider, causal=True)
-        with provider.around():
-            both[1]()
-            with torch.no_grad():
-                both[0]()
-        return both
+    def prepare(provider: Provider) -> Callable[[], object]:
+        call = (work.step if gradients else work.bare)(provider, causal=True)
+        with torch.set_grad_enabled(gradients), provider.around():
+            call()
+        return call
 
     for provider in providers:
-        name, around = provider.name, provider.around
-        both, reason = attempt(partial(prepare, provider))
-        if both is None:
-            skipped[name] = reason
+        call, reason = attempt(partial(prepare, provider))
+        if call is None:
+            skipped[provider.name] = reason
         else:
-            forward[name], step[name] = ((call, around) for call in both)
-    return (
-        skipped | timer.host(forward, gradients=False),
-        skipped | timer.host(step, gradients=True),
-    )
+            calls[provider.name] = call, provider.around
+    return skipped | timer.host(calls, gradients)
 
 
 def main() -> int:
@@ -61,8 +54,8 @@ def main() -> int:
     found, missing = collect(names, args.peers)
     providers, timer = [variant("auto"), *found], Timer(recorder.device)
     cell = dict(zip(("batch", "seqlen", "heads", "d"), SHAPE, strict=True))
-    for what, times in zip(CALLS, calls(timer, providers), strict=True):
-        recorder.add({"call": what} | cell, {"providers": times})
+    for what, gradients in zip(CALLS, (False, True), strict=True):
+        recorder.add({"call": what} | cell, {"providers": times(timer, providers, gradients)})
     recorder.close(missing)
     return int(any("skipped" in line["result"]["providers"][n]
                    for line in recorder.lines for n in names))  # fmt: skip

@@ -26,7 +26,7 @@ from providers import Provider, Workload, attempt, collect, command_line, runnin
 
 EXPONENT_LIMIT = 1.1
 PEERS_ASKED = ("flash", "cudnn", "efficient", "standard")
-DIRECTIONS = ("forward", "backward", "both")  # both: with what is saved between the two
+DIRECTIONS = ("forward", "both")  # both: forward and backward, with what is saved between
 
 
 def exponent(points: dict[int, int]) -> float:
@@ -41,8 +41,6 @@ def prepare(
     """The call whose memory is measured."""
     if direction == "forward":
         return work.forward(provider, causal)
-    if direction == "backward":
-        return work.backward(provider, causal)
     return lambda: work.backward(provider, causal)()
 
 

@@ -6,7 +6,7 @@
 
 First table: bf16, B 4, S 4096, 16 heads, head dims 64 and 128, causal and full. The plain call
 and the same call with one option on take turns, round by round; an option's cost is the ratio of
-the medians. Its range says how far the quartiles of the two would move that ratio.
+the medians.
 
 Second table: packed self-attention over sequences of a long-tailed mix of lengths, beside torch's
 varlen_attn. FLOPs are 4 H d sum(len^2), halved when causal, times 2.5 for backward.
@@ -24,7 +24,6 @@ import functools
 import inspect
 import itertools
 import math
-import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -45,7 +44,6 @@ TABLES = ("options", "mix", "deterministic")  # each a method of Bench
 REPEATS = " deterministic"
 REPEATING = ("fa3", "fa2"), ("flash", "cudnn")  # variants and peers of the third table
 PLAIN = "plain"
-SEED = 55  # of the lengths: 16 sequences, so 1k in the mean, and the longest is 8192
 # (variant, direction) of the first table; fa1's backward would take as long as all the others. The
 # second table leaves fa1 out.
 MEASURED = (
@@ -83,14 +81,14 @@ class Sizes:
     seqlen: int
     heads: int
     head_dims: tuple[int, ...]
-    tokens: int  # of the mix
-    longest: int
+    mix: tuple[int, ...]  # lengths of the second table: drawn from a log-normal distribution
     hidden: int
     dtype: torch.dtype
 
 
-GPU = Sizes(4, 4096, 16, (64, 128), 16384, 8192, 2048, torch.bfloat16)
-CPU = Sizes(1, 64, 4, (64, 128), 256, 128, 128, torch.float32)
+MIX = (13, 8192, 187, 1019, 252, 1099, 520, 585, 39, 1251, 91, 418, 15, 294, 1059, 1350)
+GPU = Sizes(4, 4096, 16, (64, 128), MIX, 2048, torch.bfloat16)
+CPU = Sizes(1, 64, 4, (64, 128), (13, 128, 1, 20), 128, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -256,16 +254,6 @@ def option_calls(sizes: Sizes, d: int, causal: bool, device: torch.device) -> di
     }
 
 
-def draw_lengths(tokens: int, longest: int, seed: int = SEED) -> list[int]:
-    """Log-normal lengths, cut at ``longest``, until they add up to ``tokens``."""
-    source = random.Random(seed)
-    lengths: list[int] = []
-    while (left := tokens - sum(lengths)) > 0:
-        drawn = round(source.lognormvariate(math.log(longest / 20), 1.5))
-        lengths.append(min(max(1, drawn), longest, left))
-    return lengths
-
-
 class Bench:
     """Checks and times calls on one device."""
 
@@ -324,13 +312,11 @@ class Bench:
             plain = results[PLAIN]
             for result in (r for r in results.values() if "ms" in r and "ms" in plain):
                 result["ratio"] = round(result["ms"] / plain["ms"], 4)
-                edges = (result["q1_ms"] / plain["q3_ms"], result["q3_ms"] / plain["q1_ms"])
-                result["ratio_range"] = [round(x, 4) for x in edges]
             yield {"variant": variant, "direction": direction}, results | refused
 
     def mix(self, sizes: Sizes, d: int, causal: bool) -> Iterator[tuple[Json, Json]]:
         """The second table's cells of one head dim and mask."""
-        lengths = draw_lengths(sizes.tokens, sizes.longest)
+        lengths = sizes.mix
         heads = max(1, sizes.hidden // d)
         tensors = torch.randn(3, sum(lengths), heads, d, dtype=sizes.dtype, device=self.device)
         ends = itertools.accumulate(lengths, initial=0)
@@ -380,7 +366,7 @@ def size_of(table: str, sizes: Sizes) -> Json:
     dtype = str(sizes.dtype).removeprefix("torch.")
     if table != "mix":
         return {"dtype": dtype, "batch": sizes.batch, "seqlen": sizes.seqlen, "heads": sizes.heads}
-    lengths = draw_lengths(sizes.tokens, sizes.longest)
+    lengths = sizes.mix
     return {
         "dtype": dtype, "tokens": sum(lengths), "sequences": len(lengths),
         "shortest": min(lengths), "longest": max(lengths),

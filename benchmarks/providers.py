@@ -28,8 +28,8 @@ LABELS = {
     "auto": "flash_ext", "fa1": "flash_ext fa1", "fa2": "flash_ext fa2", "fa3": "flash_ext fa3",
     "sdpa": "SDPA", "flash": "SDPA flash", "cudnn": "SDPA cuDNN", "efficient": "SDPA efficient",
     "flash_attn_2": "flash-attn 2", "flash_attn_3": "flash-attn 3", "flash_attn_4": "flash-attn 4",
-    "best_peer": "best peer", "standard": "standard attention", "naive": "naive softmax, float32",
-    "fa3_fp8": "flash_ext fa3, FP8", "fa3_fp8_tensor": "flash_ext fa3, FP8, one scale per tensor",
+    "best_peer": "best peer", "standard": "standard attention",
+    "fa3_fp8": "flash_ext fa3, FP8",
     "fa3_int8": "flash_ext fa3, q and k in int8", "cudnn_fp8": "cuDNN, FP8",
 }  # fmt: skip
 # Relative errors beyond which a result is wrong: of the whole, and of the worst block of rows.

@@ -154,12 +154,9 @@ def options_section(folder: Path) -> Iterator[str]:
 
     columns = (f"{v} {way}, d {d}" for v, way in MEASURED for d in sorted({c["d"] for c in rows}))
     first = rows[0]
-    ranges = [r for c in rows for r in c["results"].values() if "ratio_range" in r]
-    spread = max((abs(x / r["ratio"] - 1) for r in ranges for x in r["ratio_range"]), default=0.0)
     yield (
         f"{provenance(rows)}. Time over that of the plain call, full / causal: {first['dtype']}, B"
-        f" {first['batch']}, S {first['seqlen']}, {first['heads']} heads; quartiles within"
-        f" {spread:.1%} of the ratio."
+        f" {first['batch']}, S {first['seqlen']}, {first['heads']} heads."
     )
     yield pivot(["option"], options(), columns)
     yield (
