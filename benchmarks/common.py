@@ -136,27 +136,17 @@ def free_memory(device: torch.device) -> None:
 
 
 def peak_extra_memory(call: Callable[[], object], device: torch.device) -> int:
-    """The most bytes that the allocator held for tensors during a call, less what it held before.
+    """The most bytes that CUDA's allocator held during a call, less what it held before.
 
     Outputs and temporaries count, inputs do not; for a backward call, what the forward call saved
-    does not either. On CUDA the caching allocator's own statistics. On CPU torch's profiler, which
-    sees every allocation and release of torch's CPU allocator.
+    does not either. 0 on a CPU, whose allocator does not count.
     """
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
+    if device.type != "cuda":
         call()
-        torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it logs every start and stop
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        call()
-    events = recorded.profiler.kineto_results.events()
-    held = peak = 0
-    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
+        return 0
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    call()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before

@@ -41,12 +41,11 @@ from typing import Any
 
 import common
 import torch
-from cells import Cell, add_grid, geometric_mean, grid, place, ratios
+from cells import Cell, add_grid, grid
 from common import Json
 from fp8_providers import FP8, FP8_PROVIDERS
 from providers import (
     PEERS,
-    VARIANTS,
     Provider,
     Workload,
     attempt,
@@ -143,20 +142,6 @@ class Bench:
         return found
 
 
-def print_means(lines: list[Json], names: list[str]) -> None:
-    """The geometric mean of each variant's speed over each peer's, and the smallest."""
-    cells = [line["cell"] | line["result"] for line in lines]
-    for direction, dtype in sorted({(c["direction"], c["dtype"]) for c in cells}, reverse=True):
-        same = [c for c in cells if (c["direction"], c["dtype"]) == (direction, dtype)]
-        for ours in (n for n in names if n in VARIANTS or "fa3" in n):
-            for peer in (n for n in names if names.index(n) > names.index(ours)):
-                found = [(r[0], place(c)) for c in same if (r := ratios([c], ours, peer))]
-                if found:
-                    mean, least = geometric_mean([r for r, _ in found]), min(found)
-                    print(f"{dtype} {direction}, {ours} over {peer}: {mean:.3f}x, smallest"
-                          f" {least[0]:.3f}x ({least[1]}), {len(found)} cells")  # fmt: skip
-
-
 def main() -> int:
     """Run; the exit status is 1 if a variant of flash_ext was wrong or failed somewhere."""
     args = parse()
@@ -179,7 +164,6 @@ def main() -> int:
 
     for cell, found in common.progress(run(), len(cells), "cells"):
         recorder.add(cell.to_json(), {"providers": found}, **versions(providers))
-    print_means(recorder.lines, [p.name for p in providers])
     recorder.close(missing)
     bad = [r for line in recorder.lines for p in providers
            if p.ours and (r := line["result"]["providers"].get(p.name, {})).get("skipped")

@@ -18,8 +18,7 @@ Backward is one torch.autograd.grad call on a graph that was built before. 'tflo
 D FLOP a visible pair, 2.5 times that backward, over all ranks. 'kernels_ms' is the method's kernels
 alone, on the slowest rank and on keys that are there already, one call after the other, and 'share'
 that over 'ms'. 'peak_bytes' is the most memory a rank's allocator held during forward and backward,
-inputs included. torch's context_parallel is given as many KV heads as query heads if it refuses
-grouped ones: more K and V travel then. 'launch_bound' marks a call that the CPU may have delayed.
+inputs included. 'launch_bound' marks a call that the CPU may have delayed.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ import common
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import Json, first_line, say
+from common import Json, first_line
 from results import Recorder, add_output
 from timing import balanced_orders
 from torch import Tensor
@@ -106,13 +105,13 @@ class Ranks:
         self.rank = dist.get_rank()
         self.rows = cp.sharding(cell.rows, cell.ranks, LAYOUT).lengths[self.rank]
 
-    def inputs(self, rows: int, heads_k: int | None = None) -> tuple[list[Tensor], Tensor]:
+    def inputs(self, rows: int) -> tuple[list[Tensor], Tensor]:
         """q, k and v, requiring gradients, and dout: (1, rows, H, D)."""
-        cell, heads_k = self.cell, heads_k or self.cell.heads_k
+        cell = self.cell
         like = {"device": self.device, "dtype": self.dtype}
         q, k, v, dout = (
             torch.randn(1, rows, heads, cell.dim, **like)
-            for heads in (cell.heads_q, heads_k, heads_k, cell.heads_q)
+            for heads in (cell.heads_q, cell.heads_k, cell.heads_k, cell.heads_q)
         )
         return [x.requires_grad_() for x in (q, k, v)], dout
 
@@ -169,9 +168,8 @@ class Kernels:
         return backward
 
 
-def torchs(ranks: Ranks, rotation: str, heads_k: int | None = None) -> Provider:
-    """torch's context_parallel with cuDNN: causal, its own zigzag; with every query head's own K
-    and V if it refuses grouped ones."""
+def torchs(ranks: Ranks, rotation: str) -> Provider:
+    """torch's context_parallel with cuDNN: causal, its own zigzag."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._attention import set_rotate_method
@@ -179,8 +177,7 @@ def torchs(ranks: Ranks, rotation: str, heads_k: int | None = None) -> Provider:
 
     cell = ranks.cell
     mesh = init_device_mesh(ranks.device.type, (cell.ranks,))
-    used = heads_k or cell.heads_k
-    leaves, dout = ranks.inputs(cell.rows // cell.ranks, used)
+    leaves, dout = ranks.inputs(cell.rows // cell.ranks)
     heads_first = [x.detach().transpose(1, 2).requires_grad_() for x in leaves]
 
     @contextlib.contextmanager
@@ -193,25 +190,14 @@ def torchs(ranks: Ranks, rotation: str, heads_k: int | None = None) -> Provider:
         ):
             yield
 
-    found = Provider(
+    return Provider(
         TORCH.format(rotation),
         # Looked up in each call: context_parallel puts its own function there.
-        lambda: F.scaled_dot_product_attention(
-            *heads_first, is_causal=True, enable_gqa=used != cell.heads_q
-        ),
+        lambda: F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True),
         tuple(heads_first),
         dout.transpose(1, 2),
         around,
-        {"heads_k": used},
     )
-    if heads_k is None:
-        try:
-            with found.around():
-                found.backward_of(found.forward())()
-        except Exception as wrong:  # on every rank
-            say(f"torch's context_parallel, grouped heads: {first_line(wrong)}")
-            return torchs(ranks, rotation, cell.heads_q)
-    return found
 
 
 def ring_flash_attns(ranks: Ranks) -> Provider:
@@ -380,8 +366,8 @@ def work(args: argparse.Namespace, recorder: Recorder | None = None) -> list[Jso
         for result in run_cell(Ranks(cell, device, dtype), args):
             found.append(result)
             if recorder:
-                cell_of = {name: result[name] for name in IDENTITY}
-                recorder.add(cell_of, {n: x for n, x in result.items() if n not in IDENTITY})
+                added = {name: result[name] for name in IDENTITY}
+                recorder.add(added, {n: x for n, x in result.items() if n not in IDENTITY})
     return found
 
 

@@ -62,11 +62,6 @@ def outlier_errors(
     return found
 
 
-def rounded(value: float) -> float:
-    """For a result file."""
-    return float(f"{value:.4g}")
-
-
 def main() -> int:
     """Run."""
     parser = common.parser(__doc__)
@@ -83,8 +78,8 @@ def main() -> int:
                 "seeds": seeds}  # fmt: skip
         methods = {
             name: {
-                "rmse": rounded(statistics.fmean(f[name] for f in found)),
-                "rmse_max": rounded(max(f[name] for f in found)),
+                "rmse": float(f"{statistics.fmean(f[name] for f in found):.4g}"),
+                "rmse_max": float(f"{max(f[name] for f in found):.4g}"),
             }
             for name in found[0]
         }

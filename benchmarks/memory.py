@@ -1,7 +1,7 @@
 """Peak extra memory of attention, forward and backward, from S = 1k up to where a method stops.
 
     python benchmarks/memory.py               # on the GPU
-    python benchmarks/memory.py --device cpu  # shorter sequences, the CPU kernels
+    python benchmarks/memory.py --device cpu  # a smoke test, which counts no bytes
 
 For each variant the growth is fitted: the exponent is the slope of log(bytes) over log(S), and
 must stay under 1.1 (the papers' O(N) extra memory); standard attention's is near 2. A method stops
@@ -31,7 +31,7 @@ DIRECTIONS = ("forward", "both")  # both: forward and backward, with what is sav
 
 def exponent(points: dict[int, int]) -> float:
     """The slope of log(bytes) over log(S), of two lengths or more: 1 is linear, 2 quadratic."""
-    logs = [[math.log(x) for x in values] for values in (points, points.values())]
+    logs = [[math.log(max(x, 1)) for x in values] for values in (points, points.values())]
     return round(statistics.linear_regression(*logs).slope, 4)
 
 
@@ -99,9 +99,8 @@ def parse() -> argparse.Namespace:
 
 def is_linear(result: Json) -> bool:
     """Whether memory was measured to grow linearly, as far as the call runs."""
-    return "refused" in result or (
-        "stopped" not in result and result.get("exponent", math.nan) < EXPONENT_LIMIT
-    )
+    grows = "stopped" in result or result.get("exponent", math.inf) >= EXPONENT_LIMIT
+    return "refused" in result or not grows
 
 
 def main() -> int:

@@ -7,7 +7,7 @@
 A step is --layers calls of `flash_ext.integrations.distributed.attention` with the same documents,
 forward and backward. Steps with documents that no step had before are timed beside steps with the
 same ones again, each packing with itself, so both have the same work and "auto" the same method.
-Prints JSON, and each result on stderr when it is there.
+Prints JSON.
 
 With --alone there are no other ranks, kernels or copies: a step is what the host does until a call
 has its plan and the numbers of it that go to a device.
@@ -21,7 +21,6 @@ import json
 import os
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -139,12 +138,6 @@ def times(steps: Steps, args: argparse.Namespace) -> Json:
     return result | {"host_ms_more": statistics.median(more), "least_host_ms_more": min(more)}
 
 
-def report(found: Json, args: argparse.Namespace) -> None:
-    """Print what is there already, for a run that is ended early."""
-    if dist.get_rank() == args.rank:
-        print(json.dumps(found), file=sys.stderr, flush=True)
-
-
 def work(args: argparse.Namespace, device: torch.device) -> Json:
     """This rank's results."""
     kind = Alone if args.alone else Steps
@@ -152,7 +145,6 @@ def work(args: argparse.Namespace, device: torch.device) -> Json:
     for layout, method in itertools.product(args.layouts, args.methods):
         steps = kind(args, device, method, layout)
         cells.append({"method": method, "layout": layout} | times(steps, args))
-        report(cells[-1], args)
     ranks = dist.get_world_size()
     names = ("alone", "tokens", "documents", "shortest", "layers", "heads", "dim", "steps")
     about = {name: getattr(args, name) for name in names}

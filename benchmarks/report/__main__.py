@@ -155,6 +155,11 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if it differs")
     parser.add_argument("--root", type=Path, default=common.ROOT, help="of README.md and docs/")
     args = parser.parse_args()
+    for path in sorted(common.RESULTS.glob("*/*.jsonl")):
+        lines = results.read(path)
+        if old := sum(not results.is_current(path.stem, line["setup"]) for line in lines):
+            print(f"note: {path.relative_to(common.RESULTS)}: {old} of {len(lines)} cells are of"
+                  " older code", file=sys.stderr)  # fmt: skip
     gpus = gpu_folders()
     old_figures = {p: names for p in gpus if (names := figures.stale(p))}
     documents = outdated(args.root)

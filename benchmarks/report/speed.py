@@ -57,10 +57,7 @@ KNOWN = (  # models of the page for readers
 GAIN_LENGTH = 2048
 OURS_FP8 = FP8_PROVIDERS[0].name
 FP8_PEER = "best peer, bf16"  # the fastest in bfloat16 that is not ours, cell by cell
-FP8_ROWS = {p.name: p.label for p in FP8_PROVIDERS} | {
-    "fa3": "flash_ext fa3, bf16",
-    FP8_PEER: FP8_PEER,
-}
+FP8_OVER = {"cudnn_fp8": "cuDNN, FP8", "fa3": "flash_ext fa3, bf16", FP8_PEER: FP8_PEER}
 
 
 def words_of(folder: Path, direction: str) -> str:
@@ -136,9 +133,11 @@ def fp8_summary(folder: Path) -> str:
             found = [r["tflops"] for c in cells if "ms" in (r := c["providers"].get(OURS_FP8, {}))]
             if found:
                 yield line, "up to TFLOP/s", f"{max(found):.0f}"
-            for name in ("cudnn_fp8", "fa3", FP8_PEER):
+            for name, label in FP8_OVER.items():
                 if values := ratios(cells, OURS_FP8, name):
-                    yield line, f"over {FP8_ROWS[name]}", f"{geometric_mean(values):.2f}"
+                    yield line, f"over {label}", f"{geometric_mean(values):.2f}"
+            if values := ratios(cells, "fa3_int8", OURS_FP8):
+                yield line, "q and k in int8, over FP8", f"{geometric_mean(values):.2f}"
 
     return pivot(["fa3 in FP8, forward"], entries())
 

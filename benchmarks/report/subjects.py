@@ -174,13 +174,6 @@ def options_section(folder: Path) -> Iterator[str]:
 
 
 # ----------------------------------------------------------------------------------- many GPUs
-def provider_of(row: Json) -> str:
-    """Who computed, and what makes it unlike the others."""
-    over = f", over {row['over']}" if "over" in row else ""
-    plain = row["provider"].startswith("torch") and row.get("heads_k") == row.get("heads_q")
-    return row["provider"] + over + (", no GQA" if plain else "")
-
-
 def distributed_rows(folder: Path) -> list[Json]:
     """The cells that ran of methods that are measured, by length and number of GPUs."""
     left_out = ("two_level", "torch flash", " ring_flash")
@@ -194,7 +187,8 @@ def distributed_table(rows: list[Json], memory: bool = False) -> str:
 
     def entries() -> Iterator[Entry]:
         for c in rows:
-            line = f"{c['kind']}, {c['rows']:,} tokens, {c['ranks']} GPUs", provider_of(c)
+            over = f", over {c['over']}" if "over" in c else ""
+            line = f"{c['kind']}, {c['rows']:,} tokens, {c['ranks']} GPUs", c["provider"] + over
             for way in PASSES:
                 r = c.get(way, {})
                 share = f" ({r['share']:.0%})" if "share" in r else ""
