@@ -104,25 +104,40 @@ report: $(READY)
 	cd benchmarks && $(PY) -m report $(ARGS)
 
 ## wheel         the wheel and the sdist, checked (LIBRARY=_C.abi3.so: of a library that exists)
+## wheel MACHINE=aarch64   the wheel for another machine, by a cross compiler (docs/install.md)
 # The same bytes every time: the times in zip files begin in 1980.
 wheel check-wheel release: export SOURCE_DATE_EPOCH = 315532800
-PLATFORM = manylinux_2_28_x86_64
+HERE := $(shell uname -m)
+MACHINE ?= $(HERE)
+PLATFORM = manylinux_2_28_$(MACHINE)
 LIBRARY ?=
+ifneq ($(MACHINE),$(HERE))
+# The CUDA runtime for that machine is from pip, or, with PY, from the toolkit's target.
+CROSS = _PYTHON_HOST_PLATFORM=linux-$(MACHINE) CC=$(MACHINE)-linux-gnu-g++ \
+    CXX="$(MACHINE)-linux-gnu-g++ -Lbuild/$(MACHINE)/nvidia/cu13/lib"
+wheel: $(READY:.venv/ready=build/$(MACHINE))
+build/$(MACHINE): $(READY)
+	$(PY) -m pip install -q --no-deps --only-binary=:all: --platform manylinux2014_$(MACHINE) \
+	    --upgrade --target $@ --group cross
+endif
 wheel: $(RELEASE_READY)
 	rm -f dist/*.tar.gz dist/*$(PLATFORM).whl
 	$(PY) -m build --no-isolation --sdist
-	FLASH_EXT_LIBRARY="$(LIBRARY)" FLASH_EXT_PORTABLE=1 \
+	FLASH_EXT_LIBRARY="$(LIBRARY)" FLASH_EXT_PORTABLE=1 $(CROSS) \
 	    $(PY) -m build --no-isolation --wheel -C=--build-option=--plat-name=$(PLATFORM)
 	$(MAKE) check-wheel
 
 ## check-wheel   only the checks of it
 check-wheel: $(RELEASE_READY)
-	$(PY) -m auditwheel repair --plat $(PLATFORM) --only-plat -w build/audited \
+	rm -rf build/audited
+# auditwheel adds the platform that it finds to the name. Its --plat knows only this machine's.
+	$(PY) -m auditwheel repair --plat auto -w build/audited \
 	    --exclude libtorch.so --exclude libtorch_cpu.so dist/*$(PLATFORM).whl
+	! ls build/audited | grep -E '_2_(29|[3-9][0-9])_'
 	$(PY) -m abi3audit --strict dist/*$(PLATFORM).whl
 	$(PY) -m check_wheel_contents dist/*$(PLATFORM).whl
 	$(PY) -m twine check --strict dist/*.tar.gz dist/*$(PLATFORM).whl
-	$(PY) distribution/artifacts.py
+	$(PY) distribution/artifacts.py $(MACHINE)
 
 ## hub           dist/hub, for Hugging Face's kernels, from the wheel
 hub: $(READY)
@@ -134,12 +149,13 @@ compat: $(RELEASE_READY)
 	cd benchmarks && $(PY) -m report
 
 ## release       the checklist of a release: refuses if something is missing
-release: lint check-wheel
+release: lint check-wheel hub
+	$(MAKE) check-wheel MACHINE=aarch64
 	@test -z "$$(git status --porcelain)" || { git status --short; echo "not committed"; exit 1; }
 	cd benchmarks && $(PY) -m report --check
-	$(PY) distribution/make_hub.py --check
 	$(PY) -m build --no-isolation --sdist -o build/again && cmp build/again/*.tar.gz dist/*.tar.gz
 	$(PY) distribution/release.py
+	cd dist && sha256sum *.whl *.tar.gz > SHA256SUMS
 
 ## clean         remove what was built
 clean:

@@ -17,7 +17,6 @@ import gzip
 import hashlib
 import json
 import os
-import platform
 import re
 import runpy
 import shlex
@@ -71,8 +70,11 @@ def find_cuda_home() -> Path | None:
 
 
 def cuda_folders(home: Path, name: str) -> list[Path]:
-    """Where a toolkit has a header or library: at its top, or, in conda's, in a target's folder."""
-    targets = (home / "targets").glob(f"{platform.machine()}-linux")
+    """The places of a header or library in a toolkit: its top, and, in conda's, each target.
+
+    The linker passes over libraries for other machines; the headers are the same for all.
+    """
+    targets = sorted(home.glob("targets/*-linux"))
     return [top / name for top in (home, *targets) if (top / name).exists()]
 
 
@@ -165,6 +167,11 @@ def nvcc_release(nvcc: str, archs: str) -> str:
     return release[1] if release else "13.0"
 
 
+def jobs() -> int:
+    """How many files are compiled at once."""
+    return int(os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0)))
+
+
 def common_flags(archs: str) -> list[str]:
     flags = ["-std=c++20", "-DUSE_CUDA", f"-DTORCH_TARGET_VERSION={STABLE_ABI}", "-Icsrc"]
     if "90a" in archs:
@@ -174,7 +181,7 @@ def common_flags(archs: str) -> list[str]:
     return flags
 
 
-def nvcc_flags(archs: str, release: str, portable: bool, jobs: int) -> list[str]:
+def nvcc_flags(archs: str, cuda_home: Path, release: str, portable: bool) -> list[str]:
     # Older toolkits cannot choose. "size" is slower, and gives wheels a fifth of the size.
     mode = "size" if portable else "balance"
     return [
@@ -183,13 +190,16 @@ def nvcc_flags(archs: str, release: str, portable: bool, jobs: int) -> list[str]
         *([f"--compress-mode={mode}"] if float(release) >= 13 else []),
         *(["-lineinfo"] if os.environ.get("FLASH_EXT_LINEINFO") == "1" else []),
         *(["-ccbin", os.environ["CC"]] if "CC" in os.environ else []),
+        # With a cross compiler nvcc looks for its headers only in that machine's target.
+        *(f"-I{path}" for path in cuda_folders(cuda_home, "include")),
+        *(f"-isystem={path}" for path in cuda_folders(cuda_home, "include/cccl")),
         *(f"-D__CUDA_NO_{name}__" for name in NO_CONVERSIONS),
         "--expt-relaxed-constexpr",
         "-Xptxas=-v,-warn-spills,-warn-lmem-usage",
         # The host's part; nvcc optimizes kernels by itself.
         f"-Xcompiler=-O1,-fPIC,-fvisibility=hidden,{','.join(WARNINGS)}",
         # With few jobs two targets of a file at a time only take turns.
-        f"--threads={os.environ.get('NVCC_THREADS') or (1 if jobs < 16 else 2)}",
+        f"--threads={os.environ.get('NVCC_THREADS') or (1 if jobs() < 16 else 2)}",
     ]
 
 
@@ -206,7 +216,7 @@ def host_flags(archs: str, torch_home: Path, cuda_home: Path, strict: bool) -> l
     ]
 
 
-def link_flags(torch_home: Path, cuda_home: Path) -> list[str]:
+def link_flags(torch_libraries: Path, cuda_home: Path) -> list[str]:
     """The libraries, and what makes of the objects one that is stripped: half as large.
 
     libtorch.so pulls in libtorch_cuda.so, which holds the current-stream shim. That is a weak
@@ -214,7 +224,7 @@ def link_flags(torch_home: Path, cuda_home: Path) -> list[str]:
     """
     cuda = [path for name in ("lib64", "lib") for path in cuda_folders(cuda_home, name)]
     return [
-        *(f"-L{path}" for path in (torch_home / "lib", *cuda)),
+        *(f"-L{path}" for path in (torch_libraries, *cuda)),
         *(f"-l{name}" for name in ("torch_cpu", "cudart_static", "rt", "dl", "pthread")),
         *("-s", "-Wl,--exclude-libs,ALL,--no-as-needed", "-ltorch", "-Wl,--as-needed"),
     ]
@@ -259,7 +269,7 @@ def compile_and_link(folder: Path, nvcc: list[str], host: list[str], link: list[
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "build.ninja").write_text(text)
     sys.stdout.flush()
-    ninja = [find_ninja(), "-j", os.environ["MAX_JOBS"], "-f", str(folder / "build.ninja")]
+    ninja = [find_ninja(), "-j", str(jobs()), "-f", str(folder / "build.ninja")]
     status = {"NINJA_STATUS": "[%f/%t, %e s] "} | os.environ
     if subprocess.run(ninja, cwd=ROOT, env=status).returncode:
         sys.exit("flash_ext: the CUDA kernels did not compile, see above")
@@ -273,11 +283,10 @@ def cuda_options(cuda_home: Path) -> dict:
     portable = os.environ.get("FLASH_EXT_PORTABLE") == "1"
     archs = os.environ.get("FLASH_EXT_CUDA_ARCHS") or targets_of(torch, portable)
     release = nvcc_release(nvcc, archs)
-    if portable and platform.machine() != "x86_64":
-        sys.exit("flash_ext: FLASH_EXT_PORTABLE=1 is for x86-64 alone")
-    os.environ["MAX_JOBS"] = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
     digests = runpy.run_path(str(ROOT / "benchmarks/digest.py"))
     manylinux = runpy.run_path(str(ROOT / "distribution/manylinux.py")) if portable else {}
+    machine = sysconfig.get_platform().rpartition("-")[2]
+    platform = f"manylinux_2_28_{machine}" if portable else None
     strict = runpy.run_path(str(ROOT / "csrc/build/nvcc_strict.py"))
     compiler = shlex.split(os.environ.get("PYTORCH_NVCC") or shlex.quote(nvcc))
     guarded = [sys.executable, "csrc/build/nvcc_strict.py", *compiler]
@@ -287,14 +296,15 @@ def cuda_options(cuda_home: Path) -> dict:
     class Compile(Recorded):
         def build_extensions(self) -> None:
             folder = Path(self.build_temp)
-            link = link_flags(torch_home, cuda_home)
-            if portable:
-                link += manylinux["link_flags"](ROOT / "build/manylinux_2_28")
+            libraries, system = torch_home / "lib", []
+            if platform:
+                libtorch, libraries = libraries / "libtorch_cpu.so", ROOT / "build" / platform
+                system = manylinux["link_flags"](libraries, machine, libtorch)
             objects = compile_and_link(
                 folder,
-                [*guarded, *nvcc_flags(archs, release, portable, int(os.environ["MAX_JOBS"]))],
+                [*guarded, *nvcc_flags(archs, cuda_home, release, portable)],
                 host_flags(archs, torch_home, cuda_home, strict["is_strict"]()),
-                link,
+                [*link_flags(libraries, cuda_home), *system],
             )
             complaints = strict["report"](objects, ROOT / "build/ptxas.log")
             self.record(
@@ -304,7 +314,7 @@ def cuda_options(cuda_home: Path) -> dict:
                 targets=archs,
                 cuda=release,
                 torch=torch.__version__,
-                platform=manylinux.get("PLATFORM"),
+                platform=platform,
                 slow_kernels=complaints,
             )
             strict["settle"](complaints)

@@ -36,7 +36,7 @@ from torch import Tensor
 SWITCH, TILE_HOOK, SPLITS_HOOK = (
     "FLASH_EXT_TUNE", "FLASH_EXT_FORCE_TILE", "FLASH_EXT_FORCE_SPLITS"
 )  # fmt: skip
-TILES = ("few_queries", "usual", "long_keys")  # the first of Fa3ForwardTile, in its order
+TILES = ("small_q", "usual", "long_keys")  # as Fa3ForwardTile has them
 USUAL = "usual"
 MOST_OVERHEAD = 512
 TOKENS, HIDDEN = 16384, 2048
@@ -86,19 +86,19 @@ class Row:
 # all calls.
 ROWS = (
     Row((32, 32), False,
-        {"few_queries": Tile(128, 128), USUAL: Tile(256, 64), "long_keys": Tile(256, 80)},
-        {"few_queries": Cost(112), USUAL: Cost(), "long_keys": Cost(98, 72)},
-        {"few_queries": Cost(110), USUAL: Cost(), "long_keys": Cost(96, 208)}),
+        {"small_q": Tile(128, 128), USUAL: Tile(256, 64), "long_keys": Tile(256, 80)},
+        {"small_q": Cost(112), USUAL: Cost(), "long_keys": Cost(98, 72)},
+        {"small_q": Cost(110), USUAL: Cost(), "long_keys": Cost(96, 208)}),
     Row((64, 64), False,
-        {"few_queries": Tile(128, 128), USUAL: Tile(256, 64), "long_keys": Tile(192, 96)},
-        {"few_queries": Cost(112), USUAL: Cost(), "long_keys": Cost(98)},
-        {"few_queries": Cost(109, 80), USUAL: Cost(), "long_keys": Cost(99, 155)}),
+        {"small_q": Tile(128, 128), USUAL: Tile(256, 64), "long_keys": Tile(192, 96)},
+        {"small_q": Cost(112), USUAL: Cost(), "long_keys": Cost(98)},
+        {"small_q": Cost(109, 80), USUAL: Cost(), "long_keys": Cost(99, 155)}),
     Row((96, 96), False,
-        {"few_queries": Tile(128, 128), USUAL: Tile(192, 64)},
-        {"few_queries": Cost(110), USUAL: Cost()}, {"few_queries": Cost(105), USUAL: Cost()}),
+        {"small_q": Tile(128, 128), USUAL: Tile(192, 64)},
+        {"small_q": Cost(110), USUAL: Cost()}, {"small_q": Cost(105), USUAL: Cost()}),
     Row((64, 64), True,
-        {"few_queries": Tile(128, 64), USUAL: Tile(192, 128)},
-        {"few_queries": Cost(115), USUAL: Cost()}, {"few_queries": Cost(115), USUAL: Cost()}),
+        {"small_q": Tile(128, 64), USUAL: Tile(192, 128)},
+        {"small_q": Cost(115), USUAL: Cost()}, {"small_q": Cost(115), USUAL: Cost()}),
 )  # fmt: skip
 
 
@@ -145,10 +145,10 @@ def forward_time(call: Call, tile: Tile, cost: Cost, sms: int) -> float:
 def choice(row: Row, call: Call, sms: int) -> str:
     """The tile that a plan takes: `fa3_forward_tile` of csrc/plan/cost.h."""
     if call.batch * call.heads * -(-call.queries // 128) <= sms:
-        return "few_queries"
+        return "small_q"
     costs = row.costs(call)
     # Of equal times usual, then long_keys.
-    order = [name for name in (USUAL, "long_keys", "few_queries") if name in row.tiles]
+    order = [name for name in (USUAL, "long_keys", "small_q") if name in row.tiles]
     return min(order, key=lambda name: forward_time(call, row.tiles[name], costs[name], sms))
 
 

@@ -1,13 +1,14 @@
-"""Checks of a wheel that no tool has. Run by `make check-wheel`, after the tools.
+"""Checks of a machine's wheel that no tool has. Run by `make check-wheel`, after the tools.
 
-The library needs nothing but libtorch's stable ABI and the C and C++ runtimes; the wheel is at most
-12 MB; it holds the record of the build, with the checksum of its library and without slow kernels.
+The library needs nothing but libtorch and the C and C++ runtimes; the wheel is at most 12 MB; it
+holds this source and the record of its build, with the library's checksum, without slow kernels.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import platform
 import re
 import subprocess
 import sys
@@ -15,13 +16,17 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from manylinux import LOADERS
+
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import digest  # noqa: E402
+
 DIST = ROOT / "dist"
-PLATFORM = "manylinux_2_28_x86_64"
 MAX_BYTES = 12_000_000
 LIBRARIES = {
     "libtorch.so", "libtorch_cpu.so", "libc.so.6", "libdl.so.2", "libgcc_s.so.1", "libm.so.6",
-    "libpthread.so.0", "librt.so.1", "libstdc++.so.6", "ld-linux-x86-64.so.2",
+    "libpthread.so.0", "librt.so.1", "libstdc++.so.6", *LOADERS.values(),
 }  # fmt: skip
 BINARY, RECORD = "flash_ext/_C.abi3.so", "flash_ext/_C.json"
 
@@ -32,8 +37,8 @@ def version() -> str:
     return found
 
 
-def wheel_path() -> Path:
-    return DIST / f"flash_ext-{version()}-cp310-abi3-{PLATFORM}.whl"
+def wheel_path(machine: str = platform.machine()) -> Path:
+    return DIST / f"flash_ext-{version()}-cp310-abi3-manylinux_2_28_{machine}.whl"
 
 
 def sdist_path() -> Path:
@@ -48,10 +53,6 @@ def content_checksum(wheel: Path) -> str:
             file = hashlib.sha256(archive.read(name)).hexdigest()
             content.update(f"{file}  {name}\n".encode())
     return content.hexdigest()
-
-
-def output(*command: str) -> str:
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def complaints(wheel: Path) -> list[str]:
@@ -70,18 +71,21 @@ def complaints(wheel: Path) -> list[str]:
             found += ["the library has another checksum than its record says"]
         if record["version"] != version():
             found += [f"the record is of version {record['version']}, the source of {version()}"]
-        if record["platform"] != PLATFORM:
+        if not wheel.stem.endswith(f"-{record['platform']}"):
             found += [f"the library was linked for {record['platform']}"]
+        if record["digest"] != digest.source_digest():
+            found += [f"the library is of source {record['digest']}, not {digest.source_digest()}"]
         found += [f"a slow kernel: {x}" for x in record.get("slow_kernels") or ()]
-        needed = re.findall(r"\(NEEDED\).*\[(.+)\]", output("readelf", "-d", library))
+        for name in (x for x in archive.namelist() if re.match(r"flash_ext/.*\.py$", x)):
+            file = ROOT / name
+            if not file.is_file() or archive.read(name) != file.read_bytes():
+                found += [f"the wheel has another {name}"]
+        readelf = subprocess.run(["readelf", "-d", library], check=True, capture_output=True)
+        needed = re.findall(r"\(NEEDED\).*\[(.+)\]", readelf.stdout.decode())
         found += [f"the library needs {x}" for x in needed if x not in LIBRARIES]
-        # C++ functions of torch, without which the library does not load; the stable ABI is in C.
-        symbols = output("nm", "-D", "--undefined-only", library)
-        unstable = re.findall(r" U (_ZN?K?(?:2at|3c10|5torch)\w+)", symbols)
-        found += [f"{name} is not of the stable ABI" for name in unstable]
     return found
 
 
 if __name__ == "__main__":
-    if wrong := complaints(wheel_path()):
+    if wrong := complaints(wheel_path(*sys.argv[1:])):
         sys.exit("\n".join(f"WRONG: {x}" for x in wrong))

@@ -47,33 +47,7 @@ def _package():
 
 flash_ext = _package()
 
-from flash_ext import (  # noqa: E402
-    attention,
-    attention_varlen,
-    explain,
-    flash_attn_interface,
-)
-from flash_ext.flash_attn import (  # noqa: E402
-    flash_attn_func,
-    flash_attn_kvpacked_func,
-    flash_attn_qkvpacked_func,
-    flash_attn_varlen_func,
-    flash_attn_varlen_kvpacked_func,
-    flash_attn_varlen_qkvpacked_func,
-    flash_attn_with_kvcache,
-)
+from flash_ext import attention, attention_varlen, explain, flash_attn_interface  # noqa: E402,F401
+from flash_ext.flash_attn import *  # noqa: E402,F403
 
 __version__ = _VERSION
-__all__ = [
-    "attention",
-    "attention_varlen",
-    "explain",
-    "flash_attn_func",
-    "flash_attn_interface",
-    "flash_attn_kvpacked_func",
-    "flash_attn_qkvpacked_func",
-    "flash_attn_varlen_func",
-    "flash_attn_varlen_kvpacked_func",
-    "flash_attn_varlen_qkvpacked_func",
-    "flash_attn_with_kvcache",
-]

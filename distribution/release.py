@@ -2,27 +2,24 @@
 
     source   a section of CHANGELOG.md for the version, no such tag yet
     GPU      tests and sanitizers ran on a GPU with this very source (its digest), without a failure
-    wheel    of this source; dist/hub holds its library
     compat   each torch and Python is tested with this wheel, and so is a GPU; each nvcc builds its
              source; all are green
 
-It writes dist/SHA256SUMS and prints the commands that remain, or exits with the complaints.
+It prints the commands that remain, or exits with the complaints.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import subprocess
 import sys
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import make_hub
-from artifacts import BINARY, DIST, RECORD, ROOT, content_checksum, sdist_path, version, wheel_path
+from artifacts import ROOT, content_checksum, sdist_path, version, wheel_path
+from manylinux import LOADERS
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import common  # noqa: E402
@@ -56,21 +53,6 @@ def gpu_complaints(results: Path, digest: str) -> Iterator[str]:
                 yield f"{name} failed on {run['device']}"
 
 
-def wheel_complaints(digest: str) -> Iterator[str]:
-    with zipfile.ZipFile(wheel_path()) as archive:
-        record = json.loads(archive.read(RECORD))
-        library = archive.read(BINARY)
-        names = [n for n in archive.namelist() if n.startswith("flash_ext/") and n.endswith(".py")]
-        files = [n for n in names if not (ROOT / n).is_file()
-                 or archive.read(n) != (ROOT / n).read_bytes()]  # fmt: skip
-    if record.get("digest") != digest:
-        yield f"the wheel's library is of source {record.get('digest')}, not {digest}: make wheel"
-    if files:
-        yield f"the wheel has another {', '.join(files)}: make wheel"
-    if not [x for x in make_hub.HUB.glob(f"build/*/{BINARY}") if x.read_bytes() == library]:
-        yield "dist/hub has another library than the wheel: run make hub"
-
-
 def compat_complaints(found: dict[str, Any], wanted: str, names: list[str]) -> Iterator[str]:
     """The missing rows of compat.json for the wheel whose package has this checksum."""
     if found.get("wheel") != wanted:
@@ -101,14 +83,11 @@ def main() -> None:
     missing = [
         *source_complaints(),
         *gpu_complaints(RESULTS, digest),
-        *wheel_complaints(digest),
-        *compat_complaints(results, content_checksum(wheel_path()), compat_names()),
+        *compat_complaints(results, content_checksum(wheel_path("x86_64")), compat_names()),
     ]
     if missing:
         sys.exit("\n".join(["not released:", *missing]))
-    files = wheel_path(), sdist_path()
-    sums = [f"{hashlib.sha256(x.read_bytes()).hexdigest()}  {x.name}" for x in files]
-    (DIST / "SHA256SUMS").write_text("\n".join(sums) + "\n")
+    files = *map(wheel_path, LOADERS), sdist_path()
     print("ready. Type:")
     print(f"    git tag -a v{version()} -m 'flash_ext {version()}' && git push --tags")
     print(f"    python -m twine upload {' '.join(f'dist/{x.name}' for x in files)}")

@@ -232,7 +232,7 @@ REDUNDANT = {
 
 @pytest.mark.parametrize(
     "name",
-    ("forward 64, few queries", "forward_fp8 64", "backward 64", "backward_dkdv 256, stores dS"),
+    ("forward 64, small Q", "forward_fp8 64", "backward 64", "backward_dkdv 256, stores dS"),
 )
 def test_planted_faults_are_found(name: str) -> None:
     """Each in calls with few tiles of many iterations, or in calls with many tiles of one."""

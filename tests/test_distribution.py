@@ -1,30 +1,37 @@
 """What is handed out: the version, the sdist, the record beside the library, the linking of wheels.
 
 Would catch a version that is written twice, an sdist that lacks files or differs between machines,
-metadata that need torch or nvcc, a library packaged with the record of another, and a wheel that
-asks for newer symbols than its platform has.
+metadata that need torch or nvcc, a library packaged with the record of another, a wheel that asks
+for newer symbols than its platform has or is of another source, and a cross build that takes a tool
+or library of this machine.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import itertools
 import json
 import os
+import platform
 import re
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 import flash_ext
 
 pytest.importorskip("setuptools", minversion="77")
 ROOT = Path(__file__).resolve().parent.parent
+TORCH = Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"
 WITHOUT_TORCH = """
 import runpy, sys
 sys.modules["torch"] = None
@@ -166,44 +173,154 @@ def test_the_record_of_another_library_is_refused(source: Path, library: Path) -
     assert not package.exists()
 
 
-def test_wheels_are_linked_for_their_platform(tmp_path: Path) -> None:
-    """String streams, threads and dlopen have newer versions in newer systems."""
-    if not (shutil.which("g++") and shutil.which("readelf")) or sys.platform != "linux":
-        pytest.skip("needs g++ and binutils")
-    code = """
-    #include <dlfcn.h>
-    #include <pthread.h>
-    #include <memory>
-    #include <sstream>
-    #include <stdexcept>
-    #include <string>
-    extern "C" int text(int number) {
-        static std::shared_ptr<std::string> kept;
-        pthread_once_t once = PTHREAD_ONCE_INIT;
-        pthread_once(&once, [] { kept = std::make_shared<std::string>("x"); });
-        std::ostringstream stream;
-        stream << *kept << number << (dlopen(nullptr, RTLD_LAZY) != nullptr);
-        try {
-            throw std::runtime_error(stream.str());
-        } catch (const std::exception& error) {
-            return std::stoi(error.what() + 1);
-        }
+CODE = """
+#include <dlfcn.h>
+#include <pthread.h>
+#include <memory>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+extern "C" int text(int number) {
+    static std::shared_ptr<std::string> kept;
+    pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, [] { kept = std::make_shared<std::string>("x"); });
+    std::ostringstream stream;
+    stream << *kept << number << (dlopen(nullptr, RTLD_LAZY) != nullptr);
+    try {
+        throw std::runtime_error(stream.str());
+    } catch (const std::exception& error) {
+        return std::stoi(error.what() + 1);
     }
-    """
+}
+"""
+MACHINES = {"x86_64": "c++", "aarch64": "aarch64-linux-gnu-g++"}
+needs_native = pytest.mark.skipif(
+    platform.machine() != "x86_64" or not (shutil.which("c++") and shutil.which("readelf")),
+    reason="needs x86-64, a C++ compiler and binutils",
+)
+
+
+@needs_native
+@pytest.mark.parametrize("machine", MACHINES)
+def test_wheels_are_linked_for_their_platform(
+    machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """String streams, threads and dlopen have newer versions in newer systems."""
+    if not (compiler := shutil.which(MACHINES[machine])):
+        pytest.skip(f"needs the cross compiler {MACHINES[machine]}")
+    monkeypatch.setenv("CXX", compiler)
     manylinux = runpy.run_path(str(ROOT / "distribution/manylinux.py"))
-    library = tmp_path / "library.so"
-    try:
-        flags = manylinux["link_flags"](tmp_path / "stand-ins")
-    except (FileNotFoundError, KeyError):
-        pytest.skip("not glibc on x86-64")
-    subprocess.run(
-        ["g++", "-std=c++20", "-O1", "-fPIC", "-shared", "-x", "c++", "-", "-x", "none",
-         "-Wl,--exclude-libs,ALL", "-o", library, *flags],
-        input=code, text=True, check=True,
-    )  # fmt: skip
+    library, libraries = tmp_path / "library.so", tmp_path / "stand-ins"
+    flags = manylinux["link_flags"](libraries, machine, TORCH)
+
+    def link(code: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [compiler, "-std=c++20", "-O1", "-fPIC", "-shared", "-x", "c++", "-", "-x", "none",
+             "-Wl,--exclude-libs,ALL", "-o", library, f"-L{libraries}", "-ltorch_cpu", *flags],
+            input=code, text=True, capture_output=True,
+        )  # fmt: skip
+
+    done = link(CODE + "namespace c10 { int f(); }\nint g() { return c10::f(); }\n")
+    assert done.returncode != 0 and "undefined reference to `c10::f()'" in done.stderr
+    done = link(CODE + 'extern "C" int torch_list_size();\nint g() { return torch_list_size(); }\n')
+    assert done.returncode == 0, done.stderr
     needed = subprocess.run(
-        ["readelf", "-V", library], check=True, capture_output=True, text=True
+        ["readelf", "-dV", library], check=True, capture_output=True, text=True
     ).stdout
     versions = set(re.findall(r"Name: ((?:GLIBC|GLIBCXX|CXXABI|GCC)_[\d.]+)", needed))
     assert versions and not [x for x in versions if manylinux["too_new"](x)]
-    assert ctypes.CDLL(str(library)).text(7) == 71
+    assert "[libtorch_cpu.so]" in needed
+    if machine == "x86_64":
+        assert link(CODE).returncode == 0
+        assert ctypes.CDLL(str(library)).text(7) == 71
+
+
+# A toolkit and a cross compiler in one: it writes its commands to ../log, leaves out what takes
+# long, and does the rest by this machine's compiler.
+TOOL = """#!/bin/sh
+echo "$0 $*" >> "$(dirname "$0")/../log"
+case "$*" in
+*--version*) echo release 13.0 ;;
+*print-file-name=ld-linux-aarch64*) exec c++ -print-file-name=ld-linux-x86-64.so.2 ;;
+*.cu\\ * | *host.cpp* | *_C.abi3.so*)
+    while [ "$1" != -o ]; do shift; done
+    : > "$2" ;;
+*) exec c++ "$@" ;;
+esac
+"""
+
+
+@needs_native
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_a_wheel_for_another_machine_is_made_by_its_tools(source: Path, tmp_path: Path) -> None:
+    """`make wheel MACHINE=aarch64`, without that machine's tools: the commands."""
+    pytest.importorskip("ninja")
+    tools, include = tmp_path / "bin", tmp_path / "targets/sbsa-linux/include"
+    for folder in (tools, include / "cccl", include.with_name("lib")):
+        folder.mkdir(parents=True)
+    (include / "cuda_runtime.h").touch()
+    for name in ("nvcc", "aarch64-linux-gnu-g++"):
+        (tools / name).write_text(TOOL)
+        (tools / name).chmod(0o755)
+    kept = {name: x for name, x in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    said = subprocess.run(
+        ["make", "-n", f"PY={sys.executable}", "wheel", "MACHINE=aarch64"],
+        cwd=source, env=kept, check=True, capture_output=True, text=True,
+    ).stdout.replace("\\\n", "")  # fmt: skip
+    (line,) = (x for x in said.splitlines() if "--wheel" in x)
+    assert line.endswith("--plat-name=manylinux_2_28_aarch64")
+    words = itertools.takewhile(lambda word: "=" in word, shlex.split(line))
+    environment = dict(word.split("=", 1) for word in words)
+    environment |= {"CUDA_HOME": str(tmp_path), "PATH": f"{tools}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        [sys.executable, "setup.py", "-q", "build", "--build-lib", str(tmp_path / "built")],
+        cwd=source, env=kept | environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = json.loads((tmp_path / "built/flash_ext/_C.json").read_text())
+    assert record["platform"] == "manylinux_2_28_aarch64"
+    log = (tmp_path / "log").read_text().splitlines()
+    cross = f"{tools}/aarch64-linux-gnu-g++ "
+    kernels = [shlex.split(x) for x in log if x.startswith(f"{tools}/nvcc ") and ".cu -o" in x]
+    assert len(kernels) == len(list(source.glob("csrc/instantiate/*.cu")))
+    for command in kernels:
+        assert command[command.index("-ccbin") + 1] == "aarch64-linux-gnu-g++"
+        assert {f"-I{include}", f"-isystem={include}/cccl"} <= set(command)
+        assert command[-1].startswith("build/temp.linux-aarch64")
+    assert sum(x.startswith(cross) and "host.cpp" in x for x in log) == 1
+    (link,) = (x.split() for x in log if x.startswith(cross) and "_C.abi3.so" in x)
+    folders = [word for word in link if word.startswith("-L")]
+    libraries = [f"{source}/build/manylinux_2_28_aarch64", f"{include.with_name('lib')}"]
+    assert folders == ["-Lbuild/aarch64/nvidia/cu13/lib", *(f"-L{x}" for x in libraries)]
+    assert f"{libraries[0]}/ld-linux-aarch64.so.1" in link
+
+
+@needs_native
+def test_a_wheel_of_another_source_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "distribution"))
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    artifacts = runpy.run_path(str(ROOT / "distribution/artifacts.py"))
+    library = tmp_path / "_C.abi3.so"
+    command = ["c++", "-shared", "-fPIC", "-nostdlib", "-x", "c++", "/dev/null", "-o", library]
+    subprocess.run(command, check=True)
+    checksum = hashlib.sha256(library.read_bytes()).hexdigest()
+    record = {"version": flash_ext.__version__, "digest": artifacts["digest"].source_digest()}
+    record |= {"platform": "manylinux_2_28_aarch64", "sha256": checksum, "slow_kernels": []}
+    code = (ROOT / "flash_ext/__init__.py").read_text()
+
+    def complaints(machine: str = "aarch64", text: str = code, **changes: object) -> str:
+        wheel = tmp_path / f"flash_ext-1-cp310-abi3-manylinux_2_28_{machine}.whl"
+        with zipfile.ZipFile(wheel, "w") as archive:
+            archive.write(library, "flash_ext/_C.abi3.so")
+            archive.writestr("flash_ext/_C.json", json.dumps(record | changes))
+            archive.writestr("flash_ext/__init__.py", text)
+        return "\n".join(artifacts["complaints"](wheel))
+
+    assert complaints() == ""
+    assert complaints(text="x = 1\n") == "the wheel has another flash_ext/__init__.py"
+    assert "the library is of source 0," in complaints(digest="0")
+    assert "linked for manylinux_2_28_aarch64" in complaints("x86_64")
+    assert "another checksum" in complaints(sha256="0")
+    assert complaints(slow_kernels=["k"]) == "a slow kernel: k"

@@ -144,8 +144,8 @@ def test_every_tile_is_scheduled_once(
     tiles: int, heads: int, batch: int, native: ModuleType
 ) -> None:
     for l2_group_heads in range(1, heads * batch + 1):
-        schedule = native.Schedule(tiles, heads, batch, l2_group_heads)
-        order = [native.work_tile(linear, schedule) for linear in range(tiles * heads * batch)]
+        tile_order = native.TileOrder(tiles, heads, batch, l2_group_heads)
+        order = [native.work_tile(linear, tile_order) for linear in range(tiles * heads * batch)]
         assert sorted(order) == sorted(
             itertools.product(range(tiles), range(heads), range(batch))
         ), l2_group_heads
@@ -157,21 +157,21 @@ def test_every_tile_is_scheduled_once(
             assert found == sorted(found), "longest first within a group"
 
 
-def test_schedule_chosen_on_the_host(native: ModuleType) -> None:
+def test_order_of_tiles_chosen_on_the_host(native: ModuleType) -> None:
     """The numbers of CTAs and bytes are chosen by measurement; the relations are derived."""
     sizes = (0, 1 << 10, 1 << 22, 1 << 40)
     for tiles, heads, batch, size, ctas in itertools.product(
         (8, 9), (1, 16), (1, 40), sizes, (1, 2)
     ):
         few = tiles == 8  # then memory is the limit, and groups are small
-        longest_first = native.make_schedule(tiles, heads, batch, True, size, ctas).l2_group_heads
+        longest_first = native.make_tile_order(tiles, heads, batch, True, size, ctas).l2_group_heads
         assert 1 <= longest_first <= heads * batch
         fills_the_gpu = (longest_first - 1) * tiles < (128 if few else 256) * ctas
         assert longest_first * size <= (8 if few else 32) << 20 or fills_the_gpu
         equal = -(-heads * batch // longest_first)
         assert -(-heads * batch // equal) == longest_first, "groups of equal size"
         assert longest_first * tiles >= (64 if few else 128) * ctas or equal == 1
-        assert native.make_schedule(tiles, heads, batch, False, size, ctas).l2_group_heads == 1
+        assert native.make_tile_order(tiles, heads, batch, False, size, ctas).l2_group_heads == 1
 
 
 def test_whole_heads_fill_the_gpu_once(native: ModuleType) -> None:
@@ -182,7 +182,7 @@ def test_whole_heads_fill_the_gpu_once(native: ModuleType) -> None:
     for tiles, heads, batch, size in itertools.product(
         range(10), (0, 8, 58, 66, 132, 133), (1, 2, 3), (0, 1 << 17, 1 << 18, 1 << 40)
     ):
-        before = native.Schedule(tiles, heads, batch, 7)
+        before = native.TileOrder(tiles, heads, batch, 7)
         after = native.with_whole_heads(before, size)
         ctas = heads * batch
         if after.tiles_at_once == 1:

@@ -80,7 +80,7 @@ def gradients(tensors, dout, **options) -> tuple[torch.Tensor, ...]:
 
 
 def test_torch_has_the_op_as_it_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise flash_ext works without it, slower: see whether node.py and bindings.cpp follow."""
+    """Otherwise flash_ext works without it, slower. Do node.py and attention.cpp follow?"""
     assert node.find() is not None
     monkeypatch.setattr(node, "_BACKWARD_SCHEMA", "another")
     assert node.find() is None

@@ -646,21 +646,35 @@ def test_a_launch_without_a_kernel_is_an_error(
             run(variant)
 
 
+@pytest.mark.parametrize("changed", ({"softcap": 30.0}, {"heads_k": 1, "seqlen_q": 40}))
+def test_a_plan_names_the_tile_that_runs(changed: dict[str, float], native: ModuleType) -> None:
+    """Kernels with splits, and the ones for softcap among them, have the smallest Q tile alone."""
+    usual, small_q = 1, 0  # Fa3ForwardTile
+    sizes = {"seqlen_q": 4096, "seqlen_k": 4096, "heads_q": 32, "heads_k": 32, "head_dim": 64}
+    assert problem(native, **sizes).forward("fa3").tile == usual
+    assert problem(native, **sizes | changed).forward("fa3").tile == small_q
+
+
 @pytest.mark.parametrize("tuning", (True, False))
 def test_splits_are_forced_for_tuning_alone(tuning: bool, native: ModuleType) -> None:
     """In a process of its own: a process decides at its first call whether it is tuned."""
     code = """
 import os, test_plan
 native = test_plan.plan_module("flash_ext_plan", "-DFLASH_EXT_SM90A")
-p = test_plan.problem(native, seqlen_q=1, seqlen_k=8192, heads_q=8, heads_k=8, head_dim=128)
-for splits in ("5", "3"):
-    os.environ["FLASH_EXT_FORCE_SPLITS"] = splits
-    print(p.forward("fa3").num_splits)
+for queries in (1, 300):  # in the kernel for few queries, and in the others
+    sizes = dict(seqlen_q=queries, seqlen_k=8192, heads_q=8, heads_k=8, head_dim=128)
+    p = test_plan.problem(native, **sizes)
+    for splits in ("5", "3"):
+        os.environ["FLASH_EXT_FORCE_SPLITS"] = splits
+        print(p.forward("fa3").num_splits)
 """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     environment |= {"FLASH_EXT_TUNE": "1"} if tuning else {}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
-    first, second = map(int, done.stdout.split())
-    assert (first, second) == (5, 3) if tuning else first == second
+    few, same_few, many, same_many = map(int, done.stdout.split())
+    if tuning:
+        assert (few, same_few, many, same_many) == (5, 3, 5, 3)
+    else:
+        assert few == same_few and many == same_many

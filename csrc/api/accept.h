@@ -60,12 +60,12 @@ template <class... Arguments>
     throw std::runtime_error(why);
 }
 
-// What the tensors of a call agree on: dense (batch, seqlen, heads, head_dim), or packed (total,
+// What the tensors of a call agree on: dense (batch, seqlen, heads, head_dim), or varlen (total,
 // heads, head_dim).
 struct Sizes {
     bool varlen;
     int64_t batch;
-    int64_t seqlen_q;  // all rows when packed
+    int64_t seqlen_q;  // with varlen all rows
     int64_t seqlen_k;
     int64_t heads_q;
     int64_t heads_k;
@@ -115,7 +115,7 @@ inline std::optional<Variant> variant_of(const Options& options) {
     return std::nullopt;
 }
 
-// Any dimension may be 1. Those of positions in packed sequences are as long as the longest one,
+// Any dimension may be 1. Those of positions in varlen sequences are as long as the longest one,
 // which only the device knows.
 inline bool accepts_bias(const Tensor& bias, const Sizes& sizes, ScalarType dtype,
                          const Device& device) {
@@ -133,7 +133,7 @@ inline bool accepts_bias(const Tensor& bias, const Sizes& sizes, ScalarType dtyp
 }
 
 // One number, (batch, heads_k), or (batch, heads, last). last < 0: any number of blocks, as many as
-// the longest packed sequence has, or more.
+// the longest varlen sequence has, or more.
 inline bool accepts_descale(const std::optional<Tensor>& descale, const Sizes& sizes, int64_t heads,
                             int64_t last, const Device& device) {
     if (!descale) return true;

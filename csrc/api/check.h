@@ -32,7 +32,7 @@ inline Operand operand(const char* name, const Tensor& tensor) {
               .element_bytes = static_cast<int>(tensor.element_size())};
     const auto sizes = tensor.sizes();
     const auto strides = tensor.strides();
-    const size_t first = 4 - sizes.size();  // packed sequences have no dimension of batches
+    const size_t first = 4 - sizes.size();  // varlen sequences have no dimension of batches
     for (size_t dim = 0; dim < sizes.size(); ++dim) {
         x.sizes[first + dim] = sizes[dim];
         x.strides[first + dim] = strides[dim];

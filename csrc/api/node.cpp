@@ -43,7 +43,7 @@ Options announced_options(double number) {
 }
 
 // Options that are numbers, in one of the node's integers. 0 is the default of each.
-struct Packed {
+struct NodeBits {
     uint64_t window_left : 30;  // these three plus 1
     uint64_t window_right : 30;
     uint64_t variant : 2;
@@ -60,16 +60,17 @@ int64_t pack(const Options& options) {
     uint64_t variant = 0;
     for (int i = 0; i < kVariants; ++i)
         if (options.variant == kVariantNames[i]) variant = i + 1;
-    return std::bit_cast<int64_t>(Packed{window(options.window_left), window(options.window_right),
-                                         variant, options.deterministic, 0});
+    return std::bit_cast<int64_t>(NodeBits{window(options.window_left),
+                                           window(options.window_right), variant,
+                                           options.deterministic, 0});
 }
 
 void unpack(int64_t integers, Options& options) {
-    const auto packed = std::bit_cast<Packed>(integers);
-    options.window_left = static_cast<int64_t>(packed.window_left) - 1;
-    options.window_right = static_cast<int64_t>(packed.window_right) - 1;
-    if (packed.variant > 0) options.variant = kVariantNames[packed.variant - 1];
-    options.deterministic = packed.deterministic;
+    const auto bits = std::bit_cast<NodeBits>(integers);
+    options.window_left = static_cast<int64_t>(bits.window_left) - 1;
+    options.window_right = static_cast<int64_t>(bits.window_right) - 1;
+    if (bits.variant > 0) options.variant = kVariantNames[bits.variant - 1];
+    options.deterministic = bits.deterministic;
 }
 
 Tensor or_undefined(const std::optional<Tensor>& tensor) { return tensor ? *tensor : Tensor(); }

@@ -145,7 +145,7 @@ bool has_kernel(const Tensor& q, const Tensor& k, const Tensor& v) {
     return found;
 }
 
-// For q (B, Sq, Hq, D), k and v (B, Sk, Hk, D), or packed, (total, H, D). For calls that torch does
+// For q (B, Sq, Hq, D), k and v (B, Sk, Hk, D), or varlen, (total, H, D). For calls that torch does
 // not run either, torch reports the error.
 bool runs(const Tensor& q, const Tensor& k, const Tensor& v, bool varlen) {
     const int64_t dims = varlen ? 3 : 4;

@@ -10,8 +10,7 @@
 
 namespace flash_ext {
 
-// A tensor whose rows kernels read or write: (B, S, H, D), and (1, total, H, D) where sequences are
-// packed.
+// A tensor whose rows kernels read or write: (B, S, H, D), with varlen (1, total, H, D).
 struct Operand {
     const char* name;  // of the argument
     void* data;

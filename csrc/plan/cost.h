@@ -1,4 +1,4 @@
-// All models of time and of memory by which plans choose: tiles, splits, parts, packed heads, the
+// All models of time and of memory by which plans choose: tiles, splits, parts, packed GQA, the
 // order of tiles. Measured constants are from docs/notes, those of single tiles are in tuning.h.
 //
 // The unit of time is a block: what a CTA takes for the scores of 64 rows and 128 keys, in the pass
@@ -39,12 +39,12 @@ inline int group_or_one(const AttentionParams& params) {
 // --- The order of tiles ---
 
 // A row of K and one of V, or of Q and of dO.
-inline int64_t row_bytes(const AttentionParams& params, HeadDims dims) {
+inline int64_t row_pair_bytes(const AttentionParams& params, HeadDims dims) {
     return int64_t{element_bytes(params.element_type)} * (dims.qk + dims.v);
 }
 // What a query of a backward has in L2: also its row of dQ, in float32.
-inline int64_t row_bytes_with_dq(const AttentionParams& params, HeadDims dims) {
-    return row_bytes(params, dims) + int64_t{4} * dims.qk;
+inline int64_t row_pair_bytes_with_dq(const AttentionParams& params, HeadDims dims) {
+    return row_pair_bytes(params, dims) + int64_t{4} * dims.qk;
 }
 
 // The heads of an L2 swizzle group, from the bytes of the operands that the tiles of a head share.
@@ -54,9 +54,9 @@ inline int64_t row_bytes_with_dq(const AttentionParams& params, HeadDims dims) {
 // Where a head has few tiles, memory is the limit, and not how well the tiles of a group fill the
 // GPU. Groups are then smaller, presumably since each half of an H100's L2 serves half of the SMs,
 // so what all SMs read takes room in both (docs/notes/022-short-sequences.md).
-inline Schedule make_schedule(int tiles, int heads, int batch, bool tiles_differ,
-                              int64_t bytes_per_head, int ctas_per_sm, const GpuModel& gpu,
-                              int l2_waves = 2) {
+inline TileOrder make_tile_order(int tiles, int heads, int batch, bool tiles_differ,
+                                 int64_t bytes_per_head, int ctas_per_sm, const GpuModel& gpu,
+                                 int l2_waves = 2) {
     constexpr int kFewTilesPerHead = 8;
     constexpr int kWave = 128;  // of an H100, as measured
     const bool few_tiles = tiles <= kFewTilesPerHead;
@@ -72,7 +72,7 @@ inline Schedule make_schedule(int tiles, int heads, int batch, bool tiles_differ
     return {tiles, heads, batch, static_cast<int>(l2_group_heads)};
 }
 
-// Packed sequences under a mask need larger groups: most of a group's work may belong to one long
+// Varlen under a mask needs larger groups: most of a group's work may belong to one long
 // sequence, whose longest tiles are a large part of the whole run.
 constexpr int l2_group_waves(const AttentionParams& params, bool masked) {
     return masked && params.cu_seqlens_q != nullptr ? 4 : 2;
@@ -82,77 +82,77 @@ constexpr int l2_group_waves(const AttentionParams& params, bool masked) {
 // it takes all tiles of that head, so that the first one brings K and V to L2 for the others. All
 // heads are then worked on at the same time: not where their K and V exceed half of an H100's L2.
 // Without a mask it gains little, and loses where K and V are not in L2 before (note 022).
-inline Schedule with_whole_heads(Schedule schedule, int64_t bytes_per_head, const GpuModel& gpu) {
+inline TileOrder with_whole_heads(TileOrder order, int64_t bytes_per_head, const GpuModel& gpu) {
     constexpr int kMaxTilesAtOnce = 3;
-    const int64_t heads = int64_t{schedule.heads} * schedule.batch;
-    if (schedule.tiles > 1 && schedule.tiles <= kMaxTilesAtOnce && heads <= gpu.sms &&
+    const int64_t heads = int64_t{order.heads} * order.batch;
+    if (order.tiles > 1 && order.tiles <= kMaxTilesAtOnce && heads <= gpu.sms &&
         8 * heads >= 7 * int64_t{gpu.sms} && heads * bytes_per_head <= gpu.l2_share / 4 * 3) {
-        schedule.l2_group_heads = 1;
-        schedule.tiles_at_once = schedule.tiles;
+        order.l2_group_heads = 1;
+        order.tiles_at_once = order.tiles;
     }
-    return schedule;
+    return order;
 }
 
 // The order of Q tiles, each with all splits of its keys. The tiles of a head share K and V.
-inline Schedule forward_schedule(const AttentionParams& params, const MaskSummary& mask,
-                                 const QueryTiles& tiles, HeadDims dims, int ctas_per_sm,
-                                 const GpuModel& gpu, int splits = 1,
-                                 bool may_take_whole_heads = false) {
+inline TileOrder forward_tile_order(const AttentionParams& params, const MaskSummary& mask,
+                                    const QueryTiles& tiles, HeadDims dims, int ctas_per_sm,
+                                    const GpuModel& gpu, int splits = 1,
+                                    bool may_take_whole_heads = false) {
     const bool masked = mask.hides_later;
     const int64_t bytes_per_head =
-        row_bytes(params, dims) * params.seqlen_k * params.heads_k / max_of(tiles.heads, 1);
-    Schedule schedule =
-        make_schedule(tile_numbers(params, params.seqlen_q, tiles.queries), tiles.heads,
-                      tensor_batches(params), masked || params.cu_seqlens_q != nullptr,
-                      bytes_per_head, ctas_per_sm, gpu, l2_group_waves(params, masked));
+        row_pair_bytes(params, dims) * params.seqlen_k * params.heads_k / max_of(tiles.heads, 1);
+    TileOrder order =
+        make_tile_order(tile_numbers(params, params.seqlen_q, tiles.queries), tiles.heads,
+                        tensor_batches(params), masked || params.cu_seqlens_q != nullptr,
+                        bytes_per_head, ctas_per_sm, gpu, l2_group_waves(params, masked));
     if (may_take_whole_heads && masked && !is_varlen(params) && splits == 1)
-        schedule = with_whole_heads(schedule, bytes_per_head, gpu);
-    schedule.tiles *= splits;
-    return schedule;
+        order = with_whole_heads(order, bytes_per_head, gpu);
+    order.tiles *= splits;
+    return order;
 }
 
 // The bytes of Q, dO and dQ that the KV tiles of a head share.
 inline int64_t backward_bytes_per_head(const BackwardParams& params, HeadDims dims) {
-    return row_bytes_with_dq(params, dims) * params.seqlen_q * group_of(params);
+    return row_pair_bytes_with_dq(params, dims) * params.seqlen_q * group_of(params);
 }
 
 // The order of KV tiles, if dQ is summed in HBM. Deterministic mode interleaves all heads: the
 // fewer tiles of a head run at the same time, the less they wait for each other.
-inline Schedule backward_schedule(const BackwardParams& params, const MaskSummary& mask,
-                                  int block_kv, HeadDims dims, int ctas_per_sm,
-                                  const GpuModel& gpu) {
+inline TileOrder backward_tile_order(const BackwardParams& params, const MaskSummary& mask,
+                                     int block_kv, HeadDims dims, int ctas_per_sm,
+                                     const GpuModel& gpu) {
     const bool masked = mask.is_masked();
-    return make_schedule(tile_numbers(params, params.seqlen_k, block_kv), params.heads_k,
-                         tensor_batches(params),
-                         masked || params.cu_seqlens_q != nullptr || params.deterministic,
-                         params.deterministic ? 0 : backward_bytes_per_head(params, dims),
-                         ctas_per_sm, gpu, l2_group_waves(params, masked));
+    return make_tile_order(tile_numbers(params, params.seqlen_k, block_kv), params.heads_k,
+                           tensor_batches(params),
+                           masked || params.cu_seqlens_q != nullptr || params.deterministic,
+                           params.deterministic ? 0 : backward_bytes_per_head(params, dims),
+                           ctas_per_sm, gpu, l2_group_waves(params, masked));
 }
 
 // The first KV tile of a head should be complete when its other tiles begin. So as many tiles come
 // in between as there are CTAs, and more under a mask, where the first tile has 2 tiles /
 // (tiles + 1) times as many iterations as the mean. 0 in deterministic mode and with varlen, for
-// long sequences, for which zeros cost little, and where the heads in between do not fit in L2 or
-// are more than a quarter of all (note 010).
-inline int lead_of(const BackwardParams& params, const MaskSummary& mask, const Schedule& schedule,
+// long sequences, for which zeros cost little, and where the heads in between do not fit in L2
+// (note 010) or are more than a quarter of all (an estimate).
+inline int lead_of(const BackwardParams& params, const MaskSummary& mask, const TileOrder& order,
                    HeadDims dims, const GpuModel& gpu) {
     constexpr int kMaxTiles = 16;
-    if (params.deterministic || params.cu_seqlens_q != nullptr || schedule.tiles < 2 ||
-        schedule.tiles > kMaxTiles)
+    if (params.deterministic || params.cu_seqlens_q != nullptr || order.tiles < 2 ||
+        order.tiles > kMaxTiles)
         return 0;
-    const int lead = mask.is_masked() ? ceil_div(2 * gpu.sms, schedule.tiles + 1)
-                                      : ceil_div(gpu.sms, schedule.tiles);
+    const int lead =
+        mask.is_masked() ? ceil_div(2 * gpu.sms, order.tiles + 1) : ceil_div(gpu.sms, order.tiles);
     // On an H100 33.5 MiB, for leads of 33 heads of 1 MiB each (132 SMs, 4 tiles a head), which the
     // share for whole groups of heads would exclude.
     const bool fits = lead * backward_bytes_per_head(params, dims) <= gpu.l2_share / 64 * 67;
-    return fits && 4 * lead <= schedule.heads * schedule.batch ? lead : 0;
+    return fits && 4 * lead <= order.heads * order.batch ? lead : 0;
 }
 
 // --- Tiles of FA3's forward ---
 
 // The time of a forward with such tiles, the empty rows and keys of both included.
 inline double forward_time(const AttentionParams& params, const MaskSummary& mask,
-                           const tuning::Fa3Forward& tile, const tuning::Fa3Costs& costs,
+                           const tuning::Fa3ForwardShape& tile, const tuning::Fa3Costs& costs,
                            const GpuModel& gpu) {
     const int rows = 64 * tile.consumers;
     const bool equal = !is_varlen(params) && !mask.is_masked();
@@ -172,23 +172,22 @@ inline tuning::Fa3ForwardTile fa3_forward_tile(HeadDims dims, const AttentionPar
                                                const MaskSummary& mask, bool few_tiles,
                                                const GpuModel& gpu) {
     using enum tuning::Fa3ForwardTile;
-    const auto time = [&](const tuning::Fa3Forward& tile, const tuning::Fa3Costs& costs = {}) {
+    const auto time = [&](const tuning::Fa3ForwardShape& tile, const tuning::Fa3Costs& costs = {}) {
         return forward_time(params, mask, tile, costs, gpu);
     };
     if (has_8_bits(params)) {
         const tuning::Fa3ForwardFp8Row row = row_of(tuning::kFa3ForwardFp8, dims);
-        // The tiles for splits have fewer rows, but a row and key takes longer
-        // (docs/notes/016-fp8.md, d 64).
+        // With fewer rows a row and key takes longer (docs/notes/016-fp8.md, d 64).
         constexpr tuning::Fa3Costs kCosts{.alike = {115}, .differ = {115}};
-        const bool few = row.usual.consumers != row.splits.consumers &&
-                         (few_tiles || time(row.splits, kCosts) < time(row.usual));
-        return few ? kFewQueries : kUsual;
+        const bool small_q = row.has_tile(tuning::kVarlen, kSmallQ) &&
+                             (few_tiles || time(row.small_q, kCosts) < time(row.usual));
+        return small_q ? kSmallQ : kUsual;
     }
     const tuning::Fa3ForwardRow row = row_of(tuning::kFa3Forward, dims);
     const double usual = time(row.usual);
-    const double few_queries = time(row.few_queries, row.few_queries_costs);
+    const double small_q = time(row.small_q, row.small_q_costs);
     const double long_keys = time(row.long_keys, row.long_keys_costs);
-    if (few_tiles || few_queries < min_of(usual, long_keys)) return kFewQueries;
+    if (few_tiles || small_q < min_of(usual, long_keys)) return kSmallQ;
     return long_keys < usual ? kLongKeys : kUsual;
 }
 
@@ -207,21 +206,21 @@ inline QueryTiles query_tiles(const AttentionParams& params, const MaskSummary& 
     const int64_t many = tile_count(params, one_head);
     const int64_t few = tile_count(params, packed);
     const int64_t saved_bytes =
-        (many - few) * mask.keys_seen * row_bytes(params, head_dims(params));
+        (many - few) * mask.keys_seen * row_pair_bytes(params, head_dims(params));
     const int64_t result_bytes = statistics_rows(params) * params.head_dim_v * 8;
     return 2 * few <= many && result_bytes <= saved_bytes ? packed : one_head;
 }
 
 // Tiles for few queries: of up to block_q rows, which hold all queries and the heads of their
-// group. None (0 heads) where there are more. Packed sequences have one query, or some of them
+// group. None (0 heads) where there are more. With varlen sequences have one query, or some of them
 // none: otherwise some may be long.
 inline QueryTiles few_query_tiles(const AttentionParams& params, int block_q, bool may_pack_gqa) {
     const int group = may_pack_gqa ? group_or_one(params) : 1;
-    const bool packed = params.cu_seqlens_q != nullptr;
+    const bool varlen = params.cu_seqlens_q != nullptr;
     int pack_gqa_log2 = 0;
     while (1 << pack_gqa_log2 < group) ++pack_gqa_log2;
-    if (packed && params.seqlen_q > params.batch) return {};
-    const int64_t queries = packed ? 1 : max_of(params.seqlen_q, 1);
+    if (varlen && params.seqlen_q > params.batch) return {};
+    const int64_t queries = varlen ? 1 : max_of(params.seqlen_q, 1);
     if (queries << pack_gqa_log2 > block_q) return {};
     return {group > 1 ? params.heads_k : params.heads_q, block_q >> pack_gqa_log2, pack_gqa_log2};
 }
@@ -273,7 +272,7 @@ inline double decoding_time(const AttentionParams& params, const MaskSummary& ma
                             int splits, double alone, int ctas_per_sm, const GpuModel& gpu) {
     const int keys = mask.keys_seen;
     const int64_t bytes =
-        int64_t{params.batch} * keys * params.heads_k * row_bytes(params, head_dims(params));
+        int64_t{params.batch} * keys * params.heads_k * row_pair_bytes(params, head_dims(params));
     const double of_memory = bytes <= gpu.l2_share ? 0.6 : 0.95;
     const int64_t ctas = tiles * splits;
     const int64_t at_once = int64_t{ctas_per_sm} * sms_of_clusters(splits, gpu);
@@ -288,7 +287,7 @@ inline double decoding_time(const AttentionParams& params, const MaskSummary& ma
 
 // The splits of each tile in decode.cuh: a cluster, or several full ones.
 inline int decode_splits(const AttentionParams& params, const MaskSummary& mask, int64_t tiles,
-                         tuning::Fa3ForwardTile tile, int ctas_per_sm, const GpuModel& gpu) {
+                         tuning::Fa3DecodeTile tile, int ctas_per_sm, const GpuModel& gpu) {
     const double alone = tuning::decoding_time_alone(tile);
     const auto time = [&](int splits) {
         return decoding_time(params, mask, tiles, splits, alone, ctas_per_sm, gpu);
@@ -367,22 +366,23 @@ inline Parts choose_parts(const BackwardParams& params, const MaskSummary& mask,
                           bool wide, const GpuModel& gpu) {
     constexpr int kMinRows = 512;  // of Q, of a part
     const int group = params.heads_q / params.heads_k;
-    const bool packed = params.cu_seqlens_q != nullptr;
+    const bool varlen = params.cu_seqlens_q != nullptr;
     const int64_t heads = int64_t{params.heads_k} * tensor_batches(params);
     TilesToCut x{.tiles = key_tiles * heads,
                  .rows = int64_t{group} * mean_queries(params),
                  .sms = gpu.sms,
-                 .unequal = mask.is_masked() || packed,
-                 .waiting = packed ? .5 : .1};
+                 .unequal = mask.is_masked() || varlen,
+                 .waiting = varlen ? .5 : .1};
     constexpr int64_t kKeysAtWork = 2 * 128 * 128;  // two waves of tiles of 128 keys
     if (params.deterministic && !wide) {
-        x.heads = heads;  // of packed sequences those of one, as measured
+        x.heads = heads;  // with varlen of one sequence, as measured
     } else if (mask.hides_later && !mask.hides_earlier) {
         const int64_t heads_at_work = ceil_div<int64_t>(kKeysAtWork, max_of(mean_keys(params), 1));
         const int64_t rows = min_of<int64_t>(heads_at_work * mean_queries(params), kKeysAtWork);
         const HeadDims dims = head_dims(params);
         const int64_t bytes =
-            rows * group * (wide ? row_bytes(params, dims) : row_bytes_with_dq(params, dims));
+            rows * group *
+            (wide ? row_pair_bytes(params, dims) : row_pair_bytes_with_dq(params, dims));
         x.in_l2 = static_cast<double>(bytes) / static_cast<double>(2 * gpu.l2_share);
         x.l2_cost = mean_keys(params) <= kKeysAtWork ? .08 : .03;
     }
@@ -397,12 +397,12 @@ inline Parts choose_parts(const BackwardParams& params, const MaskSummary& mask,
 
 // How many heads of K and V, of all batches, have their dS in memory at a time: all, or an equal
 // share of them. The limit is two and a half times the size of q, out and their gradients, which is
-// linear in the sequence length, or 576 MiB if that is less. 0 if one head exceeds it, or if
-// sequences are packed: the host does not know their lengths.
+// linear in the sequence length, or 576 MiB if that is less. 0 if one head exceeds it, or with
+// varlen: the host does not know their lengths.
 inline int ds_heads_at_a_time(const BackwardParams& params, const DSWorkspaceTiles& tiles) {
     constexpr int64_t kMaxBytes = int64_t{576} << 20;
     const int64_t rows = int64_t{params.heads_q} * params.batch * params.seqlen_q;
-    const int64_t most = min_of(kMaxBytes, rows * 5 * row_bytes(params, head_dims(params)));
+    const int64_t most = min_of(kMaxBytes, rows * 5 * row_pair_bytes(params, head_dims(params)));
     const int64_t bytes = ds_head_bytes(params, tiles);
     if (params.cu_seqlens_q != nullptr || bytes > most) return 0;
     const int64_t heads = max_of<int64_t>(int64_t{params.heads_k} * params.batch, 1);

@@ -15,22 +15,25 @@ void plan_fa2_forward(ForwardPlan& plan) {
     const HeadDims dims = plan.kernel.head_dims;
     const int bytes_of_cta = Fa2Kernels::forward_shared_bytes(dims);
     const int fitting = (gpu.shared_bytes + kReserved) / (bytes_of_cta + kReserved);
-    const int tuned = tuning::fa2_forward(dims, plan.kernel.options).ctas_per_sm;
-    plan_splits(plan, /*may_pack_gqa=*/false, gpu.sms * std::min(tuned, fitting),
-                tuning::kFa2SplitKeys);
+    const int tuned = tuning::fa2_forward_shape(dims, plan.kernel.options).ctas_per_sm;
+    const QueryTiles q_tiles{params.heads_q, tuning::kForwardBlockQ};
+    params.num_splits = num_splits(params, plan.mask, tile_count(params, q_tiles), 1,
+                                   gpu.sms * std::min(tuned, fitting), tuning::kFa2SplitKeys);
+    const bool splits = params.num_splits > 1;
     choose_kernel(plan, tuning::kFa2Forward,
-                  options_of(params) | only_if(plan.kernel.has_splits, OptionSet::kSplits));
-    params.schedule = forward_schedule(params, plan.mask, {params.heads_q, tuning::kForwardBlockQ},
-                                       dims, tuned, gpu, params.num_splits);
+                  options_of(params) | only_if(splits, OptionSet::kSplits));
+    if (splits) reserve_splits(plan);
+    params.tile_order =
+        forward_tile_order(params, plan.mask, q_tiles, dims, tuned, gpu, params.num_splits);
 }
 
 void plan_fa2_backward(BackwardPlan& plan) {
     plan_mma_backward(plan, tuning::kFa2Backward);
     const HeadDims dims = plan.kernel.head_dims;
-    const tuning::Backward tile = tuning::fa2_backward(dims, plan.kernel.options);
-    plan.params.schedule =
-        backward_schedule(plan.params, plan.mask, tile.keys_per_warp * tile.warps_kv, dims,
-                          tile.ctas_per_sm, plan.kernel.gpu);
+    const tuning::MmaBackwardShape tile = tuning::fa2_backward_shape(dims, plan.kernel.options);
+    plan.params.tile_order =
+        backward_tile_order(plan.params, plan.mask, tile.keys_per_warp * tile.warps_kv, dims,
+                            tile.ctas_per_sm, plan.kernel.gpu);
 }
 
 }  // namespace

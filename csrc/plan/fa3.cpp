@@ -54,15 +54,15 @@ std::string fa3_unsupported_reason(const Call& call, Pass pass) {
 
 // By the kernel for few queries, if they are. The splits of a tile are a cluster, or several.
 bool plan_fa3_decode(ForwardPlan& plan, bool may_pack_gqa) {
-    using enum tuning::Fa3ForwardTile;
+    using enum tuning::Fa3DecodeTile;
     ForwardParams& params = plan.params;
     const GpuModel& gpu = plan.kernel.gpu;
     if (has_8_bits(params)) return false;
     const auto* row = tuning::find_row(tuning::kFa3Decode, head_dims(params), options_of(params));
     if (row == nullptr) return false;
     const HeadDims dims = row->head_dims;
-    const auto q_tiles_of = [&](tuning::Fa3ForwardTile tile) {
-        return few_query_tiles(params, tuning::fa3_decode(dims, tile).rows, may_pack_gqa);
+    const auto q_tiles_of = [&](tuning::Fa3DecodeTile tile) {
+        return few_query_tiles(params, tuning::fa3_decode_shape(dims, tile).rows, may_pack_gqa);
     };
     const auto tile = q_tiles_of(kFewRows).heads > 0 ? kFewRows : kManyRows;
     const QueryTiles q_tiles = q_tiles_of(tile);
@@ -71,7 +71,7 @@ bool plan_fa3_decode(ForwardPlan& plan, bool may_pack_gqa) {
     // Many tiles with many rows: not only memory is the limit.
     if (tile == kManyRows && 2 * tiles > gpu.sms) return false;
 
-    const tuning::Fa3DecodeShape shape = tuning::fa3_decode(dims, tile);
+    const tuning::Fa3DecodeShape shape = tuning::fa3_decode_shape(dims, tile);
     const int splits =
         forced("FLASH_EXT_FORCE_SPLITS")
             .value_or(decode_splits(params, plan.mask, tiles, tile, shape.ctas_per_sm, gpu));
@@ -79,8 +79,8 @@ bool plan_fa3_decode(ForwardPlan& plan, bool may_pack_gqa) {
     params.changes_scores = changes_scores(options_of(params));  // a branch at run time
     params.pack_gqa_log2 = q_tiles.pack_gqa_log2;
     params.num_splits = splits;
-    params.schedule = {tile_numbers(params, params.seqlen_q, q_tiles.queries) * splits,
-                       q_tiles.heads, tensor_batches(params)};
+    params.tile_order = {tile_numbers(params, params.seqlen_q, q_tiles.queries) * splits,
+                         q_tiles.heads, tensor_batches(params)};
     if (decode_clusters(splits) > 1) {
         const int64_t rows = tiles * decode_clusters(splits) * shape.rows;
         plan.workspace.reserve(params.o_partial, rows * decode_row_floats(dims.v));
@@ -88,18 +88,8 @@ bool plan_fa3_decode(ForwardPlan& plan, bool may_pack_gqa) {
     }
     const bool one_cta_per_sm = tiles * splits <= sms_of_clusters(splits, gpu);
     const bool many_keys = plan.mask.keys_seen > tuning::kFewDecodeKeys * splits;
-    plan.kernel.tile = tile == kFewRows && one_cta_per_sm && many_keys ? kManyKeys : tile;
+    plan.kernel.decode_tile = tile == kFewRows && one_cta_per_sm && many_keys ? kManyKeys : tile;
     return true;
-}
-
-// The kernel and the rows of its Q tiles.
-int choose_fa3_forward(ForwardPlan& plan, OptionSet needed) {
-    const bool fp8 = has_8_bits(plan.params);
-    fp8 ? choose_kernel(plan, tuning::kFa3ForwardFp8, needed)
-        : choose_kernel(plan, tuning::kFa3Forward, needed);
-    const ForwardKernel& kernel = plan.kernel;
-    const auto tile = fp8 ? tuning::fa3_forward_fp8 : tuning::fa3_forward;
-    return 64 * tile(kernel.head_dims, kernel.options, kernel.tile).consumers;
 }
 
 void plan_fa3_forward(ForwardPlan& plan) {
@@ -109,24 +99,38 @@ void plan_fa3_forward(ForwardPlan& plan) {
     // ALiBi differs between heads, and TMA needs a positive stride between them.
     const bool may_pack_gqa = params.alibi_slopes == nullptr && params.q.head_stride > 0;
     if (plan_fa3_decode(plan, may_pack_gqa)) return;
-    // As with splits until their number is known.
-    choose_fa3_forward(plan, options_of(params) | OptionSet::kSplits);
-    const int64_t tiles = plan_splits(plan, may_pack_gqa, gpu.sms, tuning::kFa3SplitKeys);
+
+    // Splits and packed GQA, by the smallest Q tiles.
+    const QueryTiles small_q = query_tiles(params, plan.mask, tuning::kForwardBlockQ, may_pack_gqa);
+    const int64_t tiles = tile_count(params, small_q);
+    params.num_splits = forced("FLASH_EXT_FORCE_SPLITS")
+                            .value_or(num_splits(params, plan.mask, tiles,
+                                                 params.heads_q / std::max(small_q.heads, 1),
+                                                 gpu.sms, tuning::kFa3SplitKeys));
+    params.pack_gqa_log2 = small_q.pack_gqa_log2;
+    const bool splits = params.num_splits > 1 || params.pack_gqa_log2 > 0;
+
+    // The kernel and its tile.
+    const OptionSet needed = options_of(params) | only_if(splits, OptionSet::kSplits);
+    const bool fp8 = has_8_bits(params);
+    fp8 ? choose_kernel(plan, tuning::kFa3ForwardFp8, needed)
+        : choose_kernel(plan, tuning::kFa3Forward, needed);
+    const HeadDims dims = kernel.head_dims;
+    if (!contains(kernel.options, OptionSet::kSplits)) {
+        const auto tile = forced("FLASH_EXT_FORCE_TILE");
+        kernel.tile = tile ? static_cast<tuning::Fa3ForwardTile>(*tile)
+                           : fa3_forward_tile(dims, params, plan.mask, tiles <= gpu.sms, gpu);
+    }
+    const tuning::Fa3ForwardShape shape =
+        fp8 ? tuning::fa3_forward_fp8_shape(dims, kernel.tile)
+            : tuning::fa3_forward_shape(dims, kernel.options, kernel.tile);
+    params.tile_order = forward_tile_order(
+        params, plan.mask, {small_q.heads, 64 * shape.consumers >> params.pack_gqa_log2}, dims, 1,
+        gpu, params.num_splits, /*may_take_whole_heads=*/true);
+
+    // Packed GQA goes the way of splits, unless a CTA has one tile (store_tile()).
+    if (params.num_splits > 1 || (splits && tiles > gpu.sms)) reserve_splits(plan);
     if (tiles * params.num_splits > gpu.sms) plan.workspace.reserve(params.counters, 1);
-    const bool packed = params.pack_gqa_log2 > 0;
-    const bool splits = params.num_splits > 1 || packed;
-    kernel.tile =
-        splits ? tuning::Fa3ForwardTile::kFewQueries
-               : fa3_forward_tile(kernel.head_dims, params, plan.mask, tiles <= gpu.sms, gpu);
-    if (const auto tile = forced("FLASH_EXT_FORCE_TILE"); tile && !splits)
-        kernel.tile = static_cast<tuning::Fa3ForwardTile>(*tile);
-    const int block_q =
-        choose_fa3_forward(plan, options_of(params) | only_if(splits, OptionSet::kSplits));
-    const QueryTiles q_tiles{packed ? params.heads_k : params.heads_q,
-                             block_q >> params.pack_gqa_log2};
-    params.schedule =
-        forward_schedule(params, plan.mask, q_tiles, kernel.head_dims, 1, gpu, params.num_splits,
-                         /*may_take_whole_heads=*/true);
 }
 
 cudaError_t run_fa3_forward(const ForwardPlan& plan, cudaStream_t stream) {
@@ -137,7 +141,7 @@ cudaError_t run_fa3_forward(const ForwardPlan& plan, cudaStream_t stream) {
             kernel.head_dims, [&](auto dim, auto dim_v) {
                 return fa3_forward_fp8<dim, dim_v>(params, kernel, stream);
             });
-    if (tuning::is_decoding(kernel.tile))
+    if (kernel.decode_tile)
         return dispatch_head_dims<tuning::kFa3Decode>(kernel.head_dims, [&](auto dim, auto dim_v) {
             return fa3_decode<dim, dim_v>(params, kernel, stream);
         });
@@ -164,22 +168,22 @@ void split_heads(BackwardPlan& plan, Parts parts) {
 
 // The orders of tiles with the dS of `ds_heads` heads of K and V, or without any of all heads.
 // Parts are heads of params.
-WideSchedules wide_schedules(const BackwardParams& params, const MaskSummary& mask, HeadDims dims,
-                             int ds_heads, const GpuModel& gpu) {
+WideTileOrders wide_tile_orders(const BackwardParams& params, const MaskSummary& mask,
+                                HeadDims dims, int ds_heads, const GpuModel& gpu) {
     const bool masked = mask.is_masked();
     const int group = group_of(params);
     const int64_t bytes = element_bytes(params.element_type);
     const int kv_tiles = tile_numbers(params, params.seqlen_k, tuning::kFa3BackwardWideBlock);
-    const int64_t q_do_bytes = row_bytes(params, dims) * params.seqlen_q * group;
+    const int64_t q_do_bytes = row_pair_bytes(params, dims) * params.seqlen_q * group;
     if (ds_heads == 0)
         return {
-            make_schedule(kv_tiles, params.heads_k, tensor_batches(params),
-                          masked || params.cu_seqlens_q != nullptr, q_do_bytes, 1, gpu,
-                          l2_group_waves(params, masked)),
-            forward_schedule(params, mask, {params.heads_q, tuning::kFa3DQBlockQ}, dims, 1, gpu)};
-    return {make_schedule(kv_tiles, ds_heads, 1, masked, q_do_bytes, 1, gpu),
-            make_schedule(ceil_div(params.seqlen_q, tuning::kFa3DQBlockQ), ds_heads * group, 1,
-                          masked, bytes * dims.qk * params.seqlen_k / group, 1, gpu)};
+            make_tile_order(kv_tiles, params.heads_k, tensor_batches(params),
+                            masked || params.cu_seqlens_q != nullptr, q_do_bytes, 1, gpu,
+                            l2_group_waves(params, masked)),
+            forward_tile_order(params, mask, {params.heads_q, tuning::kFa3DQBlockQ}, dims, 1, gpu)};
+    return {make_tile_order(kv_tiles, ds_heads, 1, masked, q_do_bytes, 1, gpu),
+            make_tile_order(ceil_div(params.seqlen_q, tuning::kFa3DQBlockQ), ds_heads * group, 1,
+                            masked, bytes * dims.qk * params.seqlen_k / group, 1, gpu)};
 }
 
 // Parts are heads of `params`.
@@ -190,11 +194,11 @@ void plan_wide_backward(BackwardPlan& plan, const BackwardParams& params) {
     plan.workspace.reserve(plan.params.tile_count_semaphore, 2);
     kernel.ds_tiles = DSWorkspaceTiles(params, plan.mask);
     kernel.ds_heads = ds_heads_at_a_time(params, kernel.ds_tiles);
-    kernel.wide = wide_schedules(params, plan.mask, dims, kernel.ds_heads, gpu);
+    kernel.wide = wide_tile_orders(params, plan.mask, dims, kernel.ds_heads, gpu);
     if (kernel.ds_heads == 0) return;
     plan.workspace.reserve(kernel.ds, kernel.ds_heads * ds_head_bytes(params, kernel.ds_tiles));
     const int last = params.heads_k * params.batch % kernel.ds_heads;
-    if (last > 0) kernel.last_wide = wide_schedules(params, plan.mask, dims, last, gpu);
+    if (last > 0) kernel.last_wide = wide_tile_orders(params, plan.mask, dims, last, gpu);
 }
 
 void plan_fa3_backward(BackwardPlan& plan) {
@@ -212,10 +216,10 @@ void plan_fa3_backward(BackwardPlan& plan) {
     reserve_rows(plan, wide ? 0 : dims.qk);
     const BackwardParams of_parts = with_parts_as_heads(params);
     if (wide) return plan_wide_backward(plan, of_parts);
-    params.schedule = backward_schedule(of_parts, plan.mask, block_kv, dims, 1, gpu);
-    kernel.lead = lead_of(of_parts, plan.mask, params.schedule, dims, gpu);
+    params.tile_order = backward_tile_order(of_parts, plan.mask, block_kv, dims, 1, gpu);
+    kernel.lead = lead_of(of_parts, plan.mask, params.tile_order, dims, gpu);
     params.dq_accum_zeroed = kernel.lead == 0 && !params.deterministic;
-    if (tuning::fa3_backward(dims, kernel.options, kernel.many_queries).by_matmul()) {
+    if (tuning::fa3_backward_shape(dims, kernel.options, kernel.many_queries).by_matmul()) {
         const int64_t rows = workspace_rows(params);
         plan.workspace.reserve(params.lse_rows, rows);
         plan.workspace.reserve(params.delta_rows, rows);

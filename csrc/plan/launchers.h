@@ -1,9 +1,14 @@
 // The launchers, one per kernel, instantiated per head dim in instantiate/. Each encodes tensor
 // maps and launches, on the stream and without waiting, the kernel that the plan names; none
-// decides.
+// decides. And the dispatch to instantiations.
 #pragma once
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #include <cuda_runtime_api.h>
+
+#include <optional>
+#include <type_traits>
 
 #include "plan/device.h"
 #include "plan/ds_workspace.cuh"
@@ -11,6 +16,7 @@
 #include "problem/params.h"
 #include "problem/quantize.h"
 #include "problem/sum_rows.h"
+#include "tile/host_device.h"
 
 namespace flash_ext {
 
@@ -18,15 +24,16 @@ namespace flash_ext {
 struct ForwardKernel {
     HeadDims head_dims{};           // of its row in the tuning table
     OptionSet options;              // of the sets in this row
-    tuning::Fa3ForwardTile tile{};  // FA3
-    bool has_splits = false;        // stores the results of splits, which another kernel combines
+    tuning::Fa3ForwardTile tile{};  // FA3's; unless it is the kernel for few queries, with:
+    std::optional<tuning::Fa3DecodeTile> decode_tile;
+    bool has_splits = false;  // stores the results of splits, which another kernel combines
     GpuModel gpu;
 };
 
 // FA3 for wide heads: the order of KV tiles, and of Q tiles.
-struct WideSchedules {
-    Schedule keys;
-    Schedule queries;
+struct WideTileOrders {
+    TileOrder keys;
+    TileOrder queries;
 };
 
 // The kernels of a backward.
@@ -42,7 +49,7 @@ struct BackwardKernel {
     int ds_heads = 0;
     void* ds = nullptr;
     DSWorkspaceTiles ds_tiles;
-    WideSchedules wide, last_wide;
+    WideTileOrders wide, last_wide;
 };
 
 using ForwardLauncher = cudaError_t(const ForwardParams& params, const ForwardKernel& kernel,
@@ -91,7 +98,7 @@ cudaError_t sink_gradient(BackwardParams params, cudaStream_t stream);
 cudaError_t sum_parts(const BackwardParams& params, TensorView dk, TensorView dv,
                       cudaStream_t stream);
 
-// Before a deterministic backward of packed sequences: from the call's offsets (B + 1) makes
+// Before a deterministic backward with varlen: from the call's offsets (B + 1) makes
 // params' offsets, in the workspace, with which no CTA can wait forever.
 cudaError_t sanitize_cu_seqlens(BackwardParams params, const int* given_q, const int* given_k,
                                 cudaStream_t stream);
@@ -109,5 +116,70 @@ cudaError_t token_mean(const QuantizeParams& params, cudaStream_t stream);
 
 // Adds up rows, or attention over some keys each.
 cudaError_t sum_rows(const SumRowsParams& params, cudaStream_t stream);
+
+// --- Dispatch ---
+//
+// A run-time value becomes a compile-time constant: dispatch<64, 96, 128>(n, [](auto dim) { ... })
+// calls the function with std::integral_constant<int, 64> and so on, and returns its status.
+
+// A dispatch found no instantiation, so nothing ran. CUDA itself no longer returns this code.
+inline constexpr cudaError_t kNoKernel = cudaErrorMissingConfiguration;
+
+template <auto... kValues, class T, class Function>
+cudaError_t dispatch(T value, Function&& function) {
+    cudaError_t status = kNoKernel;
+    ((value == kValues && (status = function(std::integral_constant<T, kValues>{}), true)) || ...);
+    return status;
+}
+
+// function(std::integral_constant<int, i>) for i = 0 .. kCount - 1.
+template <int kCount, int kFirst = 0, class Function>
+FLASH_HOST_DEVICE void compile_time_for(Function&& function) {
+    if constexpr (kFirst < kCount) {
+        function(std::integral_constant<int, kFirst>{});
+        compile_time_for<kCount, kFirst + 1>(function);
+    }
+}
+
+// function(constant set) of the sets of a row that equals `options`.
+template <OptionSets kSets, int kIndex = 0, class Function>
+cudaError_t dispatch_options(OptionSet options, Function&& function) {
+    if constexpr (kIndex < kSets.count) {
+        constexpr OptionSet kOptions = kSets.sets[kIndex];
+        if (options != kOptions) return dispatch_options<kSets, kIndex + 1>(options, function);
+        return function(std::integral_constant<OptionSet, kOptions>{});
+    } else {
+        return kNoKernel;
+    }
+}
+
+// function(constants qk and v) of the row of a tuning table with these dims, or `none`.
+template <auto& kTable, int kIndex = 0, class Function, class Result = cudaError_t>
+Result dispatch_head_dims(HeadDims dims, Function&& function, Result none = kNoKernel) {
+    if constexpr (kIndex < std::extent_v<std::remove_reference_t<decltype(kTable)>>) {
+        constexpr HeadDims kDims = kTable[kIndex].head_dims;
+        if (dims != kDims) return dispatch_head_dims<kTable, kIndex + 1>(dims, function, none);
+        return function(std::integral_constant<int, kDims.qk>{},
+                        std::integral_constant<int, kDims.v>{});
+    } else {
+        return none;
+    }
+}
+
+// Calls function(element tag), of 16 bits.
+template <class Function>
+cudaError_t dispatch_element(ElementType type, Function function) {
+    if (type == ElementType::kFloat16) return function(__half{});
+    return type == ElementType::kBFloat16 ? function(__nv_bfloat16{}) : kNoKernel;
+}
+
+// Calls launch(element tag, constant set of options) for the set that the plan has chosen.
+template <OptionSets kSets, class Kernel, class Launch>
+cudaError_t dispatch_kernel(const AttentionParams& params, const Kernel& kernel, Launch launch) {
+    return dispatch_options<kSets>(kernel.options, [&](auto options) {
+        return dispatch_element(params.element_type,
+                                [&](auto element) { return launch(element, options); });
+    });
+}
 
 }  // namespace flash_ext

@@ -5,7 +5,7 @@
 namespace flash_ext {
 namespace {
 
-const VariantRow& row_of(Variant variant) {
+const VariantRow& row_for(Variant variant) {
     constexpr const VariantRow* kRows[] = {&kFa1Row, &kFa2Row, &kFa3Row};
     static_assert(std::size(kRows) == kVariants);
     return *kRows[static_cast<int>(variant)];
@@ -34,7 +34,7 @@ void pack_gqa_view(ForwardParams& params) {
 Choice choose(const Call& call, Pass pass, Variant variant, bool may_stand_in) {
     std::string why;
     while (true) {
-        const VariantRow& row = row_of(variant);
+        const VariantRow& row = row_for(variant);
         const std::string reason = row.unsupported_reason(call, pass);
         if (reason.empty()) return {variant, why};
         why = text("variant '", name_of(variant), "' ", reason);
@@ -59,7 +59,7 @@ void make_plan(ForwardPlan& plan, const GpuModel& gpu) {
     pack_gqa_view(plan.params);
     plan.mask = summary_of(plan.params);
     plan.kernel.gpu = gpu;
-    row_of(plan.variant).plan_forward(plan);
+    row_for(plan.variant).plan_forward(plan);
 }
 
 void make_plan(BackwardPlan& plan, const GpuModel& gpu) {
@@ -72,13 +72,13 @@ void make_plan(BackwardPlan& plan, const GpuModel& gpu) {
         plan.workspace.reserve(params.cu_seqlens_q, params.batch + 1);
         plan.workspace.reserve(params.cu_seqlens_k, params.batch + 1);
     }
-    row_of(plan.variant).plan_backward(plan);
+    row_for(plan.variant).plan_backward(plan);
     if (params.dsink != nullptr)
         plan.workspace.reserve(params.dsink_partial, int64_t{params.heads_q} * tuning::kSinkSplits);
 }
 
 cudaError_t launch(const ForwardPlan& plan, cudaStream_t stream) {
-    const cudaError_t status = row_of(plan.variant).forward(plan, stream);
+    const cudaError_t status = row_for(plan.variant).forward(plan, stream);
     if (status != cudaSuccess || !plan.kernel.has_splits) return status;
     // Every GPU that runs FA3 has programmatic dependent launch.
     return combine_splits(plan.params, plan.kernel.head_dims, stream,
@@ -90,7 +90,7 @@ cudaError_t launch(const BackwardPlan& plan, cudaStream_t stream) {
     cudaError_t status = cudaSuccess;
     if (plan.cu_seqlens_q != nullptr)
         status = sanitize_cu_seqlens(params, plan.cu_seqlens_q, plan.cu_seqlens_k, stream);
-    if (status == cudaSuccess) status = row_of(plan.variant).backward(plan, stream);
+    if (status == cudaSuccess) status = row_for(plan.variant).backward(plan, stream);
     if (status == cudaSuccess && params.dbias != nullptr) status = bias_gradient(params, stream);
     if (status == cudaSuccess && params.dsink != nullptr) status = sink_gradient(params, stream);
     return status;

@@ -50,7 +50,7 @@ struct BackwardPlan {
     Workspace workspace;
     // The call's dK and dV, if the kernels write the parts' gradients.
     TensorView dk, dv;
-    // The call's, if packed sequences are computed deterministically: the kernels read others, see
+    // The call's, if varlen is computed deterministically: the kernels read others, see
     // sanitize_cu_seqlens.cuh.
     const int* cu_seqlens_q = nullptr;  // (B + 1)
     const int* cu_seqlens_k = nullptr;  // (B + 1)

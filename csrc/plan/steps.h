@@ -8,7 +8,6 @@
 #include <utility>
 
 #include "plan/cost.h"
-#include "plan/dispatch.h"
 #include "plan/plan.h"
 #include "plan/text.h"
 #include "plan/workspace_rows.cuh"
@@ -107,23 +106,13 @@ struct MmaKernels {
     }
 };
 
-// Packed GQA and splits for a GPU that works on `at_once` Q tiles at a time. `few_keys` as for
-// num_splits(). Returns the number of tiles, without splits.
-inline int64_t plan_splits(ForwardPlan& plan, bool may_pack_gqa, int at_once, int few_keys) {
+// The memory of what splits store, and another kernel combines.
+inline void reserve_splits(ForwardPlan& plan) {
     ForwardParams& params = plan.params;
-    const QueryTiles q_tiles = query_tiles(params, plan.mask, tuning::kForwardBlockQ, may_pack_gqa);
-    const int64_t tiles = tile_count(params, q_tiles);
-    params.pack_gqa_log2 = q_tiles.pack_gqa_log2;
-    params.num_splits = num_splits(params, plan.mask, tiles,
-                                   params.heads_q / std::max(q_tiles.heads, 1), at_once, few_keys);
-    // Packed GQA goes the same way, unless a CTA has one tile (store_group() in FA3's forward).
-    plan.kernel.has_splits = params.num_splits > 1 || (params.pack_gqa_log2 > 0 && tiles > at_once);
-    if (plan.kernel.has_splits) {
-        const int64_t rows = params.num_splits * statistics_rows(params);
-        plan.workspace.reserve(params.o_partial, rows * plan.kernel.head_dims.v);
-        plan.workspace.reserve(params.statistics_partial, rows);
-    }
-    return tiles;
+    plan.kernel.has_splits = true;
+    const int64_t rows = params.num_splits * statistics_rows(params);
+    plan.workspace.reserve(params.o_partial, rows * plan.kernel.head_dims.v);
+    plan.workspace.reserve(params.statistics_partial, rows);
 }
 
 // Statistics of the rows; dQ's sum, with dq_accum_cols columns; and its semaphores.

@@ -59,7 +59,7 @@ inline constexpr OptionSet kAllOptions =
 
 inline constexpr OptionSets kFa1Options{2, {kDense, kAllOptions}};
 
-struct Fa1Forward {
+struct Fa1ForwardRow {
     HeadDims head_dims;
     OptionSets options = kFa1Options;
     int block_q;
@@ -68,7 +68,7 @@ struct Fa1Forward {
 };
 
 // FA1 is there to be read and compared, so it has kernels for few pairs only.
-inline constexpr Fa1Forward kFa1Forward[] = {
+inline constexpr Fa1ForwardRow kFa1Forward[] = {
     {.head_dims = {64, 64}, .block_q = 32, .block_kv = 256, .small_block_kv = 64},
     {.head_dims = {128, 128}, .block_q = 32, .block_kv = 256, .small_block_kv = 128},
     {.head_dims = {256, 256}, .block_q = 16, .block_kv = 128, .small_block_kv = 64},
@@ -78,34 +78,34 @@ inline constexpr Fa1Forward kFa1Forward[] = {
 
 inline constexpr int kForwardBlockQ = 128;  // rows of fa2's Q tiles, and of fa3's smallest
 
-struct Forward {
+struct Fa2ForwardShape {
     int rows_per_warp;
     int block_kv;
     int q_register_cols = 0;  // columns of Q that stay in registers
     int ctas_per_sm = 1;
     int warps = kForwardBlockQ / rows_per_warp;
 
-    constexpr bool operator==(const Forward&) const = default;
+    constexpr bool operator==(const Fa2ForwardShape&) const = default;
 };
 
-// Kernels for packed sequences serve sequences of equal length, too: at rare head dims they do.
+// Kernels for varlen serve sequences of equal length, too: at rare head dims they do.
 inline constexpr OptionSets kFa2Options{3, {kDense, kVarlenSplits, kAllOptions}};
 inline constexpr OptionSets kFa2RareOptions{2, {kVarlenSplits, kAllOptions}};
 
 // A warp has two blocks of 16 rows where O and S fit in 255 registers per lane, otherwise one. A
 // tile has as many keys as then fit. Q in registers leaves fewer registers for the fragments that
 // are being loaded: it is faster where warps have 16 rows and shared memory is the limit.
-struct Fa2Forward {
+struct Fa2ForwardRow {
     HeadDims head_dims;
     OptionSets options = kFa2Options;
-    Forward plain;  // and varlen
-    Forward general;
+    Fa2ForwardShape plain;  // and varlen
+    Fa2ForwardShape general;
     // Where shared memory does not suffice for these (163 KB, A100).
-    Forward small_plain = plain;
-    Forward small_general = general;
+    Fa2ForwardShape small_plain = plain;
+    Fa2ForwardShape small_general = general;
 };
 
-inline constexpr Fa2Forward kFa2Forward[] = {
+inline constexpr Fa2ForwardRow kFa2Forward[] = {
     {.head_dims = {32, 32},
      .plain = {.rows_per_warp = 32, .block_kv = 64, .ctas_per_sm = 3},
      .general = {.rows_per_warp = 32, .block_kv = 64, .ctas_per_sm = 2}},
@@ -134,15 +134,16 @@ inline constexpr Fa2Forward kFa2Forward[] = {
      .small_general = {.rows_per_warp = 16, .block_kv = 32}},
 };
 
-constexpr Forward fa2_forward(HeadDims dims, OptionSet options, bool less_memory = false) {
-    const Fa2Forward row = row_of(kFa2Forward, dims);
+constexpr Fa2ForwardShape fa2_forward_shape(HeadDims dims, OptionSet options,
+                                            bool less_memory = false) {
+    const Fa2ForwardRow row = row_of(kFa2Forward, dims);
     if (changes_scores(options)) return less_memory ? row.small_general : row.general;
     return less_memory ? row.small_plain : row.plain;
 }
 
 // --- FA3, forward ---
 
-struct Fa3Forward {
+struct Fa3ForwardShape {
     int consumers = 2;  // warpgroups, of 64 rows each
     int block_kv;
     int q_stages = 2;
@@ -153,11 +154,7 @@ struct Fa3Forward {
     int transposer_registers = 56;  // FP8: of a lane that transposes V; consumers get the others
 };
 
-// The tiles of a pair of head dims; splits and other options have those for few queries. The last
-// three are tiles of the kernel for few queries, decode.cuh.
-enum class Fa3ForwardTile { kFewQueries, kUsual, kLongKeys, kFewRows, kManyKeys, kManyRows };
-
-constexpr bool is_decoding(Fa3ForwardTile tile) { return tile >= Fa3ForwardTile::kFewRows; }
+enum class Fa3ForwardTile { kSmallQ, kUsual, kLongKeys };
 
 // A tile takes as long as percent x rows x (keys + overhead), with the empty ones of both.
 struct Fa3Cost {
@@ -177,54 +174,60 @@ inline constexpr OptionSets kFa3ForwardAllOptions{3, {kVarlen, kVarlenSplits, kF
 struct Fa3ForwardRow {
     HeadDims head_dims;
     OptionSets options = kFa3ForwardOptions;
-    Fa3Forward few_queries;  // also for splits and other options
-    Fa3Forward usual = few_queries;
-    Fa3Forward long_keys = usual;
+    Fa3ForwardShape usual;
+    Fa3ForwardShape small_q = usual;  // for few Q tiles, and all that kernels with splits have
+    Fa3ForwardShape long_keys = usual;
     // Those of `usual` are the defaults. Measured: docs/notes/009-fa3-forward.md.
-    Fa3Costs few_queries_costs{};
+    Fa3Costs small_q_costs{};
     Fa3Costs long_keys_costs{};
+
+    static constexpr bool has_tile(OptionSet options, Fa3ForwardTile tile) {
+        return tile == Fa3ForwardTile::kSmallQ || !contains(options, OptionSet::kSplits);
+    }
 };
 
 inline constexpr Fa3ForwardRow kFa3Forward[] = {
     {.head_dims = {32, 32},
-     .few_queries = {.block_kv = 128, .k_stages = 4, .v_stages = 4, .ping_pong = true},
      .usual = {.consumers = 4, .block_kv = 64, .k_stages = 4, .v_stages = 4},
+     .small_q = {.block_kv = 128, .k_stages = 4, .v_stages = 4, .ping_pong = true},
      .long_keys = {.consumers = 4, .block_kv = 80, .k_stages = 4, .v_stages = 4},
-     .few_queries_costs = {.alike = {112}, .differ = {110}},
+     .small_q_costs = {.alike = {112}, .differ = {110}},
      .long_keys_costs = {.alike = {98, 72}, .differ = {96, 208}}},
     {.head_dims = {64, 64},
      .options = kFa3ForwardAllOptions,
-     .few_queries = {.block_kv = 128, .k_stages = 4, .v_stages = 4, .ping_pong = true},
      .usual = {.consumers = 4, .block_kv = 64, .k_stages = 3, .v_stages = 3},
+     .small_q = {.block_kv = 128, .k_stages = 4, .v_stages = 4, .ping_pong = true},
      .long_keys = {.consumers = 3, .block_kv = 96, .k_stages = 4, .v_stages = 4},
-     .few_queries_costs = {.alike = {112}, .differ = {109, 80}},
+     .small_q_costs = {.alike = {112}, .differ = {109, 80}},
      .long_keys_costs = {.alike = {98}, .differ = {99, 155}}},
     {.head_dims = {96, 96},
-     .few_queries = {.block_kv = 128, .k_stages = 3, .v_stages = 3},
      .usual = {.consumers = 3, .block_kv = 64, .k_stages = 5, .v_stages = 5},
-     .few_queries_costs = {.alike = {110}, .differ = {105}}},
+     .small_q = {.block_kv = 128, .k_stages = 3, .v_stages = 3},
+     .small_q_costs = {.alike = {110}, .differ = {105}}},
     {.head_dims = {128, 128},
      .options = kFa3ForwardAllOptions,
-     .few_queries = {.block_kv = 128, .k_stages = 3, .v_stages = 2, .ping_pong = true}},
-    {.head_dims = {192, 128}, .few_queries = {.block_kv = 96, .k_stages = 2, .v_stages = 2}},
-    {.head_dims = {192, 192}, .few_queries = {.block_kv = 64, .k_stages = 2, .v_stages = 2}},
+     .usual = {.block_kv = 128, .k_stages = 3, .v_stages = 2, .ping_pong = true}},
+    {.head_dims = {192, 128}, .usual = {.block_kv = 96, .k_stages = 2, .v_stages = 2}},
+    {.head_dims = {192, 192}, .usual = {.block_kv = 64, .k_stages = 2, .v_stages = 2}},
     {.head_dims = {256, 256},
      .options = kFa3ForwardAllOptions,
-     .few_queries = {.block_kv = 64, .q_stages = 1, .k_stages = 3, .v_stages = 2}},
+     .usual = {.block_kv = 64, .q_stages = 1, .k_stages = 3, .v_stages = 2}},
 };
 
-constexpr Fa3Forward fa3_forward(HeadDims dims, OptionSet options, Fa3ForwardTile tile) {
+constexpr Fa3ForwardShape fa3_forward_shape(HeadDims dims, OptionSet options, Fa3ForwardTile tile) {
     Fa3ForwardRow row = row_of(kFa3Forward, dims);
     // A tile of few rows leaves a consumer without any, which skips what the other one computes. A
     // kernel that changes scores is the same with and without splits.
     if (contains(options, OptionSet::kSplits) && !changes_scores(options))
-        row.few_queries.ping_pong = false;
-    if (contains(options, OptionSet::kSplits) || tile == Fa3ForwardTile::kFewQueries)
-        return row.few_queries;
-    return tile == Fa3ForwardTile::kLongKeys ? row.long_keys : row.usual;
+        row.small_q.ping_pong = false;
+    return tile == Fa3ForwardTile::kSmallQ     ? row.small_q
+           : tile == Fa3ForwardTile::kLongKeys ? row.long_keys
+                                               : row.usual;
 }
 
 // --- FA3, decoding ---
+
+enum class Fa3DecodeTile { kFewRows, kManyKeys, kManyRows };
 
 struct Fa3DecodeShape {
     int rows = 16;
@@ -264,11 +267,11 @@ inline constexpr Fa3DecodeRow kFa3Decode[] = {
     {.head_dims = {256, 256}, .few_rows = {.stages = 1}},
 };
 
-constexpr Fa3DecodeShape fa3_decode(HeadDims dims, Fa3ForwardTile tile) {
+constexpr Fa3DecodeShape fa3_decode_shape(HeadDims dims, Fa3DecodeTile tile) {
     const Fa3DecodeRow row = row_of(kFa3Decode, dims);
-    return tile == Fa3ForwardTile::kManyRows   ? row.many_rows
-           : tile == Fa3ForwardTile::kManyKeys ? row.many_keys
-                                               : row.few_rows;
+    return tile == Fa3DecodeTile::kManyRows   ? row.many_rows
+           : tile == Fa3DecodeTile::kManyKeys ? row.many_keys
+                                              : row.few_rows;
 }
 
 // The most keys of a split for which few warps are better than many.
@@ -276,8 +279,8 @@ inline constexpr int kFewDecodeKeys = 512;
 
 // What 128 keys take in a CTA that nothing but itself limits, see decoding_time(). Fitted to the
 // table in docs/notes/019-one-sequence.md.
-constexpr double decoding_time_alone(Fa3ForwardTile tile) {
-    return tile == Fa3ForwardTile::kManyRows ? 0.6 : 0.36;
+constexpr double decoding_time_alone(Fa3DecodeTile tile) {
+    return tile == Fa3DecodeTile::kManyRows ? 0.6 : 0.36;
 }
 
 // --- FA3, forward of FP8 ---
@@ -288,40 +291,41 @@ constexpr double decoding_time_alone(Fa3ForwardTile tile) {
 struct Fa3ForwardFp8Row {
     HeadDims head_dims;
     OptionSets options{2, {kVarlen, kVarlenSplits}};
-    int partial_cols;   // of all its tiles
-    Fa3Forward splits;  // also for packed GQA, and for few queries
-    Fa3Forward usual = splits;
+    int partial_cols;  // of all its tiles
+    Fa3ForwardShape usual;
+    Fa3ForwardShape small_q;  // as in Fa3ForwardRow
+
+    constexpr bool has_tile(OptionSet options, Fa3ForwardTile tile) const {
+        const bool small = tile == Fa3ForwardTile::kSmallQ;
+        return contains(options, OptionSet::kSplits)
+                   ? small
+                   : !small || small_q.consumers < usual.consumers;
+    }
 };
 
 inline constexpr Fa3ForwardFp8Row kFa3ForwardFp8[] = {
     {.head_dims = {64, 64},
      .partial_cols = 64,
-     .splits = {.block_kv = 64, .k_stages = 4, .v_stages = 3},
-     .usual = {.consumers = 3, .block_kv = 128, .k_stages = 4, .v_stages = 3}},
+     .usual = {.consumers = 3, .block_kv = 128, .k_stages = 4, .v_stages = 3},
+     .small_q = {.block_kv = 64, .k_stages = 4, .v_stages = 3}},
     {.head_dims = {128, 128},
      .partial_cols = 128,
-     .splits = {.block_kv = 128, .k_stages = 3, .v_stages = 2},
-     .usual = {.block_kv = 192, .k_stages = 2, .v_stages = 2}},
+     .usual = {.block_kv = 192, .k_stages = 2, .v_stages = 2},
+     .small_q = {.block_kv = 128, .k_stages = 3, .v_stages = 2}},
     {.head_dims = {192, 128},
      .partial_cols = 128,
-     .splits = {.block_kv = 128, .k_stages = 2, .v_stages = 2},
-     .usual = {.block_kv = 192, .k_stages = 2, .v_stages = 2}},
+     .usual = {.block_kv = 192, .k_stages = 2, .v_stages = 2},
+     .small_q = {.block_kv = 128, .k_stages = 2, .v_stages = 2}},
     {.head_dims = {256, 256},
      .partial_cols = 64,
-     .splits = {.block_kv = 64, .q_stages = 1, .k_stages = 3, .v_stages = 2},
-     .usual = {.block_kv = 128,
-               .q_stages = 1,
-               .k_stages = 2,
-               .v_stages = 2,
-               .transposer_registers = 40}},
+     .usual =
+         {.block_kv = 128, .q_stages = 1, .k_stages = 2, .v_stages = 2, .transposer_registers = 40},
+     .small_q = {.block_kv = 64, .q_stages = 1, .k_stages = 3, .v_stages = 2}},
 };
 
-constexpr Fa3Forward fa3_forward_fp8(HeadDims dims, OptionSet options, Fa3ForwardTile tile) {
+constexpr Fa3ForwardShape fa3_forward_fp8_shape(HeadDims dims, Fa3ForwardTile tile) {
     const Fa3ForwardFp8Row row = row_of(kFa3ForwardFp8, dims);
-    const bool few_queries =
-        tile == Fa3ForwardTile::kFewQueries && row.splits.consumers < row.usual.consumers;
-    Fa3Forward found =
-        contains(options, OptionSet::kSplits) || few_queries ? row.splits : row.usual;
+    Fa3ForwardShape found = tile == Fa3ForwardTile::kSmallQ ? row.small_q : row.usual;
     found.ping_pong = true;
     found.partial_cols = row.partial_cols;
     return found;
@@ -329,7 +333,7 @@ constexpr Fa3Forward fa3_forward_fp8(HeadDims dims, OptionSet options, Fa3Forwar
 
 // --- FA1 and FA2, backward ---
 
-struct Backward {
+struct MmaBackwardShape {
     int block_q;
     int keys_per_warp;  // rows of S^T, dK and dV that a warp holds
     int warps_kv;       // block_kv = keys_per_warp * warps_kv
@@ -338,17 +342,17 @@ struct Backward {
     int dq_slices = 1;  // of columns, in which dQ is computed to save registers
     int stages = 2;     // stages of the pipeline of Q tiles with their dO
 
-    constexpr bool operator==(const Backward&) const = default;
+    constexpr bool operator==(const MmaBackwardShape&) const = default;
 };
 
 // One tile for all options.
-struct Fa1Backward {
+struct Fa1BackwardRow {
     HeadDims head_dims;
     OptionSets options = kFa1Options;
-    Backward plain;
+    MmaBackwardShape plain;
 };
 
-inline constexpr Fa1Backward kFa1Backward[] = {
+inline constexpr Fa1BackwardRow kFa1Backward[] = {
     {.head_dims = {64, 64}, .plain = {.block_q = 32, .keys_per_warp = 16, .warps_kv = 8}},
     {.head_dims = {128, 128},
      .plain = {.block_q = 32, .keys_per_warp = 32, .warps_kv = 4, .warps_d = 2}},
@@ -358,16 +362,16 @@ inline constexpr Fa1Backward kFa1Backward[] = {
 
 // A warp has as many keys as registers allow beside dK and dV, since each fragment of Q and dO is
 // used for all of them.
-struct Fa2Backward {
+struct Fa2BackwardRow {
     HeadDims head_dims;
     OptionSets options = kFa2Options;
-    Backward general;  // options take registers
-    Backward plain;
-    Backward varlen = plain;
-    Backward small_plain = plain;  // where shared memory does not suffice (163 KB, A100)
+    MmaBackwardShape general;  // options take registers
+    MmaBackwardShape plain;
+    MmaBackwardShape varlen = plain;
+    MmaBackwardShape small_plain = plain;  // where shared memory does not suffice (163 KB, A100)
 };
 
-inline constexpr Fa2Backward kFa2Backward[] = {
+inline constexpr Fa2BackwardRow kFa2Backward[] = {
     {.head_dims = {32, 32},
      .general = {.block_q = 64, .keys_per_warp = 16, .warps_kv = 8},
      .plain = {.block_q = 32, .keys_per_warp = 32, .warps_kv = 4, .ctas_per_sm = 2}},
@@ -397,8 +401,9 @@ inline constexpr Fa2Backward kFa2Backward[] = {
          {.block_q = 32, .keys_per_warp = 16, .warps_kv = 4, .warps_d = 2, .dq_slices = 2}},
 };
 
-constexpr Backward fa2_backward(HeadDims dims, OptionSet options, bool less_memory = false) {
-    const Fa2Backward row = row_of(kFa2Backward, dims);
+constexpr MmaBackwardShape fa2_backward_shape(HeadDims dims, OptionSet options,
+                                              bool less_memory = false) {
+    const Fa2BackwardRow row = row_of(kFa2Backward, dims);
     if (changes_scores(options)) return row.general;
     if (contains(options, kVarlen)) return row.varlen;
     return less_memory ? row.small_plain : row.plain;
@@ -407,43 +412,43 @@ constexpr Backward fa2_backward(HeadDims dims, OptionSet options, bool less_memo
 // --- The gradient of the bias, of every variant ---
 
 // With fa2's tiles. A call with a bias gradient is rare: powers of two suffice, and compile faster.
-struct BiasGradient {
+struct BiasGradientRow {
     HeadDims head_dims;
     OptionSets options{1, {kAllOptions}};
 };
 
-inline constexpr BiasGradient kBiasGradient[] = {
+inline constexpr BiasGradientRow kBiasGradient[] = {
     {{32, 32}}, {{64, 64}}, {{128, 128}}, {{256, 256}}};
 
 // --- FA3, backward ---
 
 // What runs beside what in a consumer's iteration: the sets of steps that pay somewhere, by which
 // steps they have. Note 010, "Between the matmuls", says what each step gains.
-enum class Fa3BackwardSchedule { kPingPong, kByMatmul, kByMatmulEarly, kEarly, kLateFences };
-using enum Fa3BackwardSchedule;
+enum class Fa3BackwardOverlap { kPingPong, kByMatmul, kByMatmulEarly, kEarly, kLateFences };
+using enum Fa3BackwardOverlap;
 
-struct Fa3Backward {
+struct Fa3BackwardShape {
     int block_q;
     int q_stages;   // of Q tiles with their lse
     int do_stages;  // of dO tiles with their delta
-    Fa3BackwardSchedule schedule;
+    Fa3BackwardOverlap overlap;
     bool transpose_dq = true;     // a consumer's half of dQ: 64 columns, or 64 rows
     bool hold_ds = true;          // dK takes dS from registers, or from shared memory
-    bool dq_takes_scores = true;  // is dQ in the registers of S, or in its own?
+    bool dq_takes_scores = true;  // is dQ in the registers of S, or of dP?
 
     // Ping-pong gains 2 to 9 % if exponentials take as long as matmuls, and 1 % at d 128. In the
     // kernel for softcap and ALiBi at d 128 it costs 1 to 4 % (with softcap).
-    constexpr bool ping_pong() const { return schedule <= kByMatmulEarly; }
+    constexpr bool ping_pong() const { return overlap <= kByMatmulEarly; }
     // lse and delta are added to S and dP by a matmul (StatisticsRow), if that is faster than to
     // load them into registers and to subtract them. Not with kFa3Scores.
-    constexpr bool by_matmul() const { return schedule == kByMatmul || schedule == kByMatmulEarly; }
+    constexpr bool by_matmul() const { return overlap == kByMatmul || overlap == kByMatmulEarly; }
     // All exponentials run beside dP, which ptxas does not do by itself.
     constexpr bool early_exponentials() const {
-        return schedule == kByMatmulEarly || schedule == kEarly;
+        return overlap == kByMatmulEarly || overlap == kEarly;
     }
     // A fence waits until the stores before it are done. Late fences, of dS and dQ, come when the
     // next matmuls have been started.
-    constexpr bool late_fences() const { return schedule != kPingPong; }
+    constexpr bool late_fences() const { return overlap != kPingPong; }
 };
 
 inline constexpr OptionSets kFa3BackwardOptions{1, {kVarlen}};
@@ -454,9 +459,9 @@ inline constexpr OptionSets kFa3BackwardAllOptions{2, {kVarlen, kFa3Scores}};
 struct Fa3BackwardRow {
     HeadDims head_dims;
     OptionSets options = kFa3BackwardOptions;
-    Fa3Backward usual;
-    Fa3BackwardSchedule with_options = usual.schedule;
-    Fa3Backward many_queries = usual;  // without options
+    Fa3BackwardShape usual;
+    Fa3BackwardOverlap with_options = usual.overlap;
+    Fa3BackwardShape many_queries = usual;  // without options
 };
 
 inline constexpr Fa3BackwardRow kFa3Backward[] = {
@@ -464,7 +469,7 @@ inline constexpr Fa3BackwardRow kFa3Backward[] = {
      .usual = {.block_q = 128,
                .q_stages = 3,
                .do_stages = 3,
-               .schedule = kByMatmul,
+               .overlap = kByMatmul,
                .transpose_dq = false,
                .dq_takes_scores = false}},
     {.head_dims = {64, 64},
@@ -472,30 +477,31 @@ inline constexpr Fa3BackwardRow kFa3Backward[] = {
      .usual = {.block_q = 128,
                .q_stages = 3,
                .do_stages = 2,
-               .schedule = kByMatmul,
+               .overlap = kByMatmul,
                .transpose_dq = false,
-               .hold_ds = false},
+               .hold_ds = false,
+               .dq_takes_scores = false},
      .with_options = kPingPong},
     {.head_dims = {96, 96},
-     .usual = {.block_q = 96, .q_stages = 2, .do_stages = 2, .schedule = kPingPong}},
+     .usual = {.block_q = 96, .q_stages = 2, .do_stages = 2, .overlap = kPingPong}},
     {.head_dims = {128, 128},
      .options = kFa3BackwardAllOptions,
-     .usual = {.block_q = 64, .q_stages = 3, .do_stages = 2, .schedule = kByMatmulEarly},
+     .usual = {.block_q = 64, .q_stages = 3, .do_stages = 2, .overlap = kByMatmulEarly},
      .with_options = kEarly,
-     .many_queries = {.block_q = 80, .q_stages = 2, .do_stages = 2, .schedule = kLateFences}},
+     .many_queries = {.block_q = 80, .q_stages = 2, .do_stages = 2, .overlap = kLateFences}},
 };
 
 inline constexpr int kManyQueries = 16384;
 
-constexpr Fa3Backward fa3_backward(HeadDims dims, OptionSet options, bool many_queries) {
+constexpr Fa3BackwardShape fa3_backward_shape(HeadDims dims, OptionSet options, bool many_queries) {
     Fa3BackwardRow row = row_of(kFa3Backward, dims);
     if (!changes_scores(options)) return many_queries ? row.many_queries : row.usual;
-    row.usual.schedule = row.with_options;
+    row.usual.overlap = row.with_options;
     return row.usual;
 }
 
 // For wider heads. Stages are as many as shared memory holds.
-struct Fa3BackwardWide {
+struct Fa3BackwardWideRow {
     HeadDims head_dims;
     OptionSets options = kFa3BackwardOptions;
     int pool_pairs;      // dKdV kernel: pairs of Q and dO tiles
@@ -504,7 +510,7 @@ struct Fa3BackwardWide {
     int dq_gemm_stages;  // dQ GEMM: K tiles with their dS
 };
 
-inline constexpr Fa3BackwardWide kFa3BackwardWide[] = {
+inline constexpr Fa3BackwardWideRow kFa3BackwardWide[] = {
     {.head_dims = {192, 128}, .pool_pairs = 3, .k_stages = 3, .v_stages = 2, .dq_gemm_stages = 5},
     {.head_dims = {192, 192}, .pool_pairs = 3, .k_stages = 3, .v_stages = 2, .dq_gemm_stages = 5},
     {.head_dims = {256, 256},

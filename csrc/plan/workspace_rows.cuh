@@ -20,7 +20,7 @@ FLASH_HOST_DEVICE constexpr int64_t workspace_tile(const AttentionParams& params
 }
 
 // The backward's workspaces have a row for each query: dQ's sum and statistics. A sequence begins
-// at a multiple of 8 rows, and its length is rounded up to 8. So a packed sequence, however short,
+// at a multiple of 8 rows, and its length is rounded up to 8. So a varlen sequence, however short,
 // costs at most 7 rows more than its queries, and the host needs only the number of sequences. The
 // last Q tile of a sequence is stored only up to its last 8 rows: the next ones belong to another
 // sequence.

@@ -1,5 +1,5 @@
 // Where the rows of K, V and of queries lie. All loads of K and V ask here, tile by tile,
-// for an address or for coordinates of TMA, and how many keys are left. Rows of dense and of packed
+// for an address or for coordinates of TMA, and how many keys are left. Rows of dense and of varlen
 // tensors are adjacent; pages would be another answer of at().
 #pragma once
 

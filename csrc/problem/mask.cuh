@@ -71,7 +71,7 @@ FLASH_HOST_DEVICE constexpr BandMask mask_of(const AttentionParams& params,
 // What the host asks about the mask of a call. A plan makes it once; nothing else of plan/ or
 // schedule/ knows what kind of mask there is.
 struct MaskSummary {
-    int keys_seen;       // the most keys that a query sees; of packed sequences on average
+    int keys_seen;       // the most keys that a query sees; with varlen on average
     bool hides_earlier;  // by the lengths, may queries not see the first keys, ...
     bool hides_later;    // ... or the last ones? Then tiles differ in how much they see.
     bool sees_all;       // dense: does every query see every key?

@@ -35,7 +35,7 @@ struct Descale {
 inline constexpr int kDescaleRows = 128;  // of a block
 
 // See schedule/tile_order.cuh.
-struct Schedule {
+struct TileOrder {
     int tiles = 0;  // per head
     int heads = 0;
     int batch = 0;
@@ -93,7 +93,7 @@ struct AttentionParams {
     bool aligned;
     // Does the kernel that the plan has chosen scale scores before it masks them? See OptionSet.
     bool changes_scores = false;
-    Schedule schedule;
+    TileOrder tile_order;
 
     TensorView q;    // (B, Sq, Hq, D)
     TensorView k;    // (B, Sk, Hk, D)

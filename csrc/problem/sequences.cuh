@@ -1,4 +1,4 @@
-// Where the sequences of a batch are in the tensors, dense or packed.
+// Where the sequences of a batch are in the tensors, dense or varlen.
 #pragma once
 
 #include <cstdint>
@@ -12,12 +12,12 @@ namespace flash_ext {
 enum class Rows { kQueries, kKeys };
 
 // One sequence of the batch: where its rows are in the tensors, and how many it has. A dense batch
-// is indexed by `batch`. Packed sequences share batch 0 and begin at different rows. The rows of
-// packed tensors before the first sequence and after the last are two more sequences, of index 0
+// is indexed by `batch`. Varlen sequences share batch 0 and begin at different rows. The rows of
+// varlen tensors before the first sequence and after the last are two more sequences, of index 0
 // and B + 1, without keys, so their results are zeros.
 struct Sequence {
     int batch;
-    int seq_idx;  // 0 in a dense batch; sequence b of packed ones is number b + 1
+    int seq_idx;  // 0 in a dense batch; sequence b of varlen ones is number b + 1
     int q_begin;
     int k_begin;
     int seqlen_q;
@@ -36,7 +36,7 @@ FLASH_HOST_DEVICE constexpr int clamp(int x, int low, int high) {
     return min_of(max_of(x, low), high);
 }
 
-// Row offset of packed sequence `seq_idx`. Nothing outside the tensors is accessed, whatever
+// Row offset of varlen sequence `seq_idx`. Nothing outside the tensors is accessed, whatever
 // cu_seqlens contains.
 FLASH_HOST_DEVICE int varlen_begin(const int* cu_seqlens, int seq_idx, int total) {
     return seq_idx == 0 ? 0 : clamp(cu_seqlens[seq_idx - 1], 0, total);
@@ -48,10 +48,10 @@ FLASH_HOST_DEVICE int varlen_rows(const int* cu_seqlens, int seq_idx, int batch,
     return (seq_idx <= batch ? clamp(cu_seqlens[seq_idx], begin, total) : total) - begin;
 }
 
-// kMayBeVarlen = false is for kernels that never see packed sequences: their lengths stay in the
+// kMayBeVarlen = false is for kernels that never see varlen sequences: their lengths stay in the
 // constant bank and take no registers.
 //
-// `number` is from 0 to sequence_count() - 1: the batch, or seq_idx of packed sequences.
+// `number` is from 0 to sequence_count() - 1: the batch, or seq_idx of varlen sequences.
 template <bool kMayBeVarlen>
 FLASH_HOST_DEVICE Sequence sequence_of(const AttentionParams& params, int number) {
     Sequence sequence{number, 0, 0, 0, params.seqlen_q, params.seqlen_k, params.seqlen_k};
@@ -77,7 +77,7 @@ FLASH_HOST_DEVICE constexpr int sequence_count(const AttentionParams& params) {
     return params.batch + (params.cu_seqlens_q != nullptr ? 2 : 0);
 }
 
-// The number of batches of the tensors: packed sequences are all in one.
+// The number of batches of the tensors: varlen sequences are all in one.
 FLASH_HOST_DEVICE constexpr int tensor_batches(const AttentionParams& params) {
     return params.cu_seqlens_q == nullptr ? params.batch : 1;
 }

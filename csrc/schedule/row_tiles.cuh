@@ -9,7 +9,7 @@
 
 namespace flash_ext {
 
-// A tile of rows of one head and sequence. Packed rows before the first sequence and after the last
+// A tile of rows of one head and sequence. Varlen rows before the first sequence and after the last
 // have tiles too, of no sequence.
 struct RowTile {
     bool is_valid = false;  // otherwise there are no more tiles

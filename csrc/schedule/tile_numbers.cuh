@@ -1,5 +1,5 @@
 // Tiles of `block` rows are numbered per head: in a dense batch separately for each batch, in
-// packed tensors across all sequences, so that the host needs no lengths. Sequence `seq_idx`, whose
+// varlen tensors across all sequences, so that the host needs no lengths. Sequence `seq_idx`, whose
 // rows begin at `begin`, has the numbers from begin / block + seq_idx on: at least as many as it
 // has tiles. Grids and workspaces use these numbers.
 #pragma once
@@ -36,7 +36,7 @@ inline int64_t tile_count(const AttentionParams& params, const QueryTiles& tiles
            tile_numbers(params, params.seqlen_q, tiles.queries);
 }
 
-// The packed sequence that a tile number belongs to: the last one whose first number is not above
+// The varlen sequence that a tile number belongs to: the last one whose first number is not above
 // it.
 FLASH_HOST_DEVICE int find_sequence(const int* cu_seqlens, int batch, int total, int block,
                                     int number) {

@@ -19,19 +19,18 @@ struct WorkTile {
 };
 
 // A grid has fewer than 2^31 CTAs, so 32 bits do.
-FLASH_HOST_DEVICE constexpr WorkTile work_tile(int linear, const Schedule& schedule) {
-    const int l2_group_tiles = schedule.tiles * schedule.l2_group_heads;
+FLASH_HOST_DEVICE constexpr WorkTile work_tile(int linear, const TileOrder& order) {
+    const int l2_group_tiles = order.tiles * order.l2_group_heads;
     const int l2_group = linear / l2_group_tiles;
     const int within = linear % l2_group_tiles;
-    const int first_head = l2_group * schedule.l2_group_heads;
-    const int heads_here =
-        min_of(schedule.l2_group_heads, schedule.heads * schedule.batch - first_head);
+    const int first_head = l2_group * order.l2_group_heads;
+    const int heads_here = min_of(order.l2_group_heads, order.heads * order.batch - first_head);
     const int flat_head = first_head + within % heads_here;
-    return {within / heads_here, flat_head % schedule.heads, flat_head / schedule.heads};
+    return {within / heads_here, flat_head % order.heads, flat_head / order.heads};
 }
 
-FLASH_HOST_DEVICE constexpr int cta_count(const Schedule& schedule) {
-    return schedule.tiles * schedule.heads * schedule.batch;
+FLASH_HOST_DEVICE constexpr int work_tile_count(const TileOrder& order) {
+    return order.tiles * order.heads * order.batch;
 }
 
 }  // namespace flash_ext

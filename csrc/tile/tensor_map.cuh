@@ -1,4 +1,5 @@
-// Tensor maps: the descriptions of tensors that TMA needs, encoded on the host at every call.
+// Tensor maps: the descriptions of tensors that TMA needs, encoded on the host at every call
+// (encode_tensor_map() in kernels/common/launch.cuh).
 //
 // Rows past the end of a sequence must arrive as zeros, even if another sequence follows in memory.
 // TMA fills with zeros only past the bounds of a map, and one map serves all sequences. So the row
@@ -15,11 +16,6 @@
 // So the same map serves dense batches and varlen, with any strides that are multiples of 16 bytes.
 #pragma once
 
-#include <cuda_fp16.h>
-#include <cuda_runtime_api.h>
-
-#include <type_traits>
-
 #include "ptx/tma.cuh"
 #include "tile/swizzle.cuh"
 #include "tile/tensor_view.h"
@@ -30,56 +26,8 @@ inline constexpr int kRowBound = 1 << 30;
 
 // The row stride in bytes. It may be 0 where there is a single row, but TMA needs a positive one.
 template <class Element>
-FLASH_HOST_DEVICE int64_t row_bytes(const TensorView& view) {
+FLASH_HOST_DEVICE int64_t row_stride_bytes(const TensorView& view) {
     return max_of<int64_t>(view.row_stride * sizeof(Element), 16);
-}
-
-template <class Element>
-inline constexpr CUtensorMapDataType kTensorMapType =
-    sizeof(Element) == 1              ? CU_TENSOR_MAP_DATA_TYPE_UINT8
-    : std::is_same_v<Element, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                      : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-
-// A box is what one instruction loads: kBoxRows rows of an atom.
-template <class Tile, int kBoxRows = Tile::kRows>
-cudaError_t encode_tensor_map(CUtensorMap& map, const TensorView& view, int head_dim) {
-    using Encode = decltype(&cuTensorMapEncodeTiled);
-    static const Encode encode = [] {
-        void* function = nullptr;
-        cudaDriverEntryPointQueryResult found;
-        if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
-                                             cudaEnableDefault, &found) != cudaSuccess ||
-            found != cudaDriverEntryPointSuccess)
-            function = nullptr;
-        return reinterpret_cast<Encode>(function);
-    }();
-    constexpr CUtensorMapSwizzle kSwizzle = Tile::kPitch == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
-                                            : Tile::kPitch == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
-                                                                 : CU_TENSOR_MAP_SWIZZLE_32B;
-    if (encode == nullptr) return cudaErrorNotSupported;
-    constexpr uint64_t kNoBound = 0x7fffffff;
-    const uint64_t row = row_bytes<typename Tile::Element>(view);
-    const cuuint64_t sizes[4] = {static_cast<uint64_t>(head_dim), kRowBound, kNoBound, kNoBound};
-    const cuuint64_t strides[3] = {row, 16, (uint64_t{1} << 34) - row};
-    const cuuint32_t box[4] = {Tile::kAtomCols, kBoxRows, 1, 1};
-    const cuuint32_t steps[4] = {1, 1, 1, 1};
-    const auto try_to_encode = [&] {
-        return encode(&map, kTensorMapType<typename Tile::Element>, 4, view.data, sizes, strides,
-                      box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, kSwizzle,
-                      kBoxRows < Tile::kRows ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B
-                                             : CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    };
-    CUresult result = try_to_encode();
-    if (result == CUDA_ERROR_INVALID_CONTEXT) {
-        // This thread has not used the device yet (autograd has threads of its own). The driver
-        // needs a context, which the runtime otherwise creates at the launch.
-        int device = 0;
-        cudaGetDevice(&device);
-        cudaSetDevice(device);
-        result = try_to_encode();
-    }
-    return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
 // The rows of one head of one sequence, as TMA addresses them.
@@ -123,7 +71,7 @@ FLASH_DEVICE TensorRows tensor_rows(const TensorView& view, int batch, int head,
                                     int rows) {
     const int64_t elements = batch * view.batch_stride + head * view.head_stride;
     const int64_t bytes = elements * static_cast<int>(sizeof(Element)) +
-                          (int64_t{begin} + rows) * row_bytes<Element>(view);
+                          (int64_t{begin} + rows) * row_stride_bytes<Element>(view);
     return {static_cast<int>(bytes / 16), kRowBound - rows};
 }
 

@@ -22,7 +22,7 @@ FLASH_HOST_DEVICE constexpr int element_bytes(ElementType type) {
     return 0;
 }
 
-// A (batch, row, head, column) tensor with a contiguous last dimension. Packed sequences
+// A (batch, row, head, column) tensor with a contiguous last dimension. Varlen sequences
 // (total rows, head, column) have batch_stride 0.
 struct TensorView {
     void* data = nullptr;  // (B, S, H, D)

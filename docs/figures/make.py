@@ -92,16 +92,16 @@ def tunings():
     source = (ROOT / "csrc/plan/tuning.h").read_text()
     table = source.split("kFa3Forward[] = {")[1].split("\n};\n")[0]
     uses = {
-        "few_queries": "few queries, options",
         "usual": "usual",
+        "small_q": "small Q",
         "long_keys": "long keys",
     }
-    defaults = {"q_stages": "2", "ping_pong": "false"}
+    defaults = {"consumers": "2", "q_stages": "2", "ping_pong": "false"}
     numbers = ("consumers", "block_kv", "q_stages", "k_stages", "v_stages")
     found = []
     for row in table.split(".head_dims = ")[1:]:
         d, dv = map(int, re.match(r"\{(\d+), (\d+)\}", row).groups())
-        tiles = re.findall(r"\.(\w+) =\s+\{(\.consumers[^}]*)\}", row)
+        tiles = re.findall(r"\.(\w+) =\s+\{(\.(?:consumers|block_kv)[^}]*)\}", row)
         for use, fields in tiles:
             tile = defaults | dict(re.findall(r"\.(\w+) = (\w+)", fields))
             name = f"{d}" if d == dv else f"{d} / {dv}"

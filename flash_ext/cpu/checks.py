@@ -50,15 +50,17 @@ def _require_like(
     _require_contiguous_rows(argument, tensor)
 
 
-def _require_plain(
+def require_plain(
     argument: str,
-    tensor: Tensor,
+    tensor: Tensor | None,
     q: Tensor,
     dtype: torch.dtype,
     shape: tuple[int, ...],
     layout: str,
 ) -> None:
-    """A contiguous tensor on q's device."""
+    """A contiguous tensor on q's device, or None."""
+    if tensor is None:
+        return
     if tensor.dtype != dtype:
         refuse(argument, dtype_name(dtype), tensor.dtype)
     _require_shape(argument, tensor, shape, layout)
@@ -154,11 +156,11 @@ def _check_lengths(q: Tensor, k: Tensor, options: Options, reads: bool) -> int:
         batch = max(options.cu_seqlens[0].numel() - 1, 0)
         names = ("cu_seqlens_q", "cu_seqlens_k")
         for name, cu_seqlens, x in zip(names, options.cu_seqlens, (q, k), strict=True):
-            _require_plain(name, cu_seqlens, q, torch.int32, (batch + 1,), "(batch + 1)")
+            require_plain(name, cu_seqlens, q, torch.int32, (batch + 1,), "(batch + 1)")
             if reads:
                 check_offsets(name, cu_seqlens, x.shape[0])
     if options.seqused_k is not None:
-        _require_plain("seqused_k", options.seqused_k, q, torch.int32, (batch,), "(batch)")
+        require_plain("seqused_k", options.seqused_k, q, torch.int32, (batch,), "(batch)")
         if not reads:
             return batch
         packed = options.cu_seqlens_k
@@ -303,13 +305,12 @@ def _check_options(q: Tensor, k: Tensor, options: Options, batch: int, reads: bo
         _require_contiguous_rows("alibi_slopes", slopes)
     if options.bias is not None:
         _check_bias(q, k, options, batch, reads)
-    if options.sink is not None:
-        _require_plain("sink", options.sink, q, dtype, (heads,), "(heads_q)")
+    require_plain("sink", options.sink, q, dtype, (heads,), "(heads_q)")
     if options.dropout_p > 0:
         if options.rng_state is None:
             refuse("rng_state", "given when dropout_p > 0", None)
         layout = "(seed and offset)"
-        _require_plain("rng_state", options.rng_state, q, torch.int64, (2,), layout)
+        require_plain("rng_state", options.rng_state, q, torch.int64, (2,), layout)
 
 
 def check_arguments(q: Tensor, k: Tensor, v: Tensor, options: Options, reads: bool = True) -> None:
@@ -363,8 +364,7 @@ def check_gradients(tensors: BackwardTensors, options: Options) -> None:
             statistics_dtype(q.dtype),
             (*rows[:-1], heads, rows[-1]),
         )
-        if x is not None:
-            _require_plain(name, x, q, dtype, shape, lse_layout)
+        require_plain(name, x, q, dtype, shape, lse_layout)
 
 
 def check_backward(tensors: BackwardTensors, options: Options) -> str:

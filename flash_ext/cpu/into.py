@@ -1,6 +1,6 @@
 """The CPU kernels of `fwd_into` and `bwd_into`: compute, and copy.
 
-Their checks are also the words with which the CUDA kernels refuse (csrc/api/bindings.cpp has the
+Their checks are also the words with which the CUDA kernels refuse (csrc/api/attention.cpp has the
 same conditions).
 """
 

@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops.checks import dtype_name, refuse, require_device
+from ..ops.checks import refuse
 from ..ops.options import FP8
 from ..ops.quantize import SCALE_ROWS, batch_of, check_dtype, check_scales, descale_shape
 from ..ops.schemas import library
-from .checks import check_offsets
+from .checks import check_offsets, require_plain
 
 MAX_FLOAT8 = 448.0
 """The largest number of e4m3."""
@@ -55,20 +55,6 @@ def butterflies(x: Tensor) -> Tensor:
         x = torch.stack((a + b, a - b), dim=-2).flatten(-3)
         distance *= 2
     return x
-
-
-def _check_plain(
-    name: str, tensor: Tensor | None, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]
-) -> None:
-    if tensor is None:
-        return
-    if tensor.dtype != dtype:
-        refuse(name, dtype_name(dtype), tensor.dtype)
-    if tuple(tensor.shape) != shape:
-        refuse(name, f"of shape {shape}", tuple(tensor.shape))
-    require_device(name, tensor, x)
-    if not tensor.is_contiguous():
-        refuse(name, "contiguous", f"strides {tensor.stride()}")
 
 
 def _check_cuda_rows(x: Tensor, batch: int, signs: Tensor | None, mean: Tensor | None) -> None:
@@ -113,10 +99,11 @@ def check_rows(
     if cu_seqlens is not None and cu_seqlens.numel() < 1:
         refuse("cu_seqlens", "of shape (batch + 1)", tuple(cu_seqlens.shape))
     batch = batch_of(x, cu_seqlens)
-    _check_plain("cu_seqlens", cu_seqlens, x, torch.int32, (batch + 1,))
-    _check_plain("seqused", seqused, x, torch.int32, (batch,))
-    _check_plain("mean", mean, x, torch.float32, (batch, heads, dim))
-    _check_plain("signs", signs, x, torch.int8, (dim,))
+    require_plain("cu_seqlens", cu_seqlens, x, torch.int32, (batch + 1,), "(batch + 1)")
+    require_plain("seqused", seqused, x, torch.int32, (batch,), "(batch)")
+    layout = "(batch, heads, head_dim)"
+    require_plain("mean", mean, x, torch.float32, (batch, heads, dim), layout)
+    require_plain("signs", signs, x, torch.int8, (dim,), "(head_dim)")
     if x.device.type == "cuda":
         _check_cuda_rows(x, batch, signs, mean)
     elif cu_seqlens is not None:

@@ -20,7 +20,7 @@ namespace {
 
 // --- The kernels ---
 
-// A call: all lengths, and the options that change a schedule.
+// A call: all lengths, and the options that change an order of tiles.
 struct Call {
     int batch, heads_q, heads_k, seqlen_q, seqlen_k, window_left, window_right;
     int num_splits, pack_gqa_log2, deterministic, varlen;
@@ -155,7 +155,7 @@ using Element = __nv_bfloat16;
 constexpr int kSms = 1;  // so that the first CTA gets all tiles
 
 // All tiles of `rows` rows in `blocks` of a tile, of so many heads and of all batches.
-Schedule schedule_of(const AttentionParams& params, int rows, int block, int heads) {
+TileOrder tile_order_of(const AttentionParams& params, int rows, int block, int heads) {
     return {tile_numbers(params, rows, block), heads, tensor_batches(params)};
 }
 
@@ -163,10 +163,10 @@ template <class Kernel>
 cudaError_t launch_forward(const Call& call, ElementType type, bool general = false) {
     return keep<Kernel>([&] {
         ForwardParams params = forward_params(call, type, Kernel::kHeadDim, general);
-        params.schedule =
-            schedule_of(params, params.seqlen_q, Kernel::kBlockQ >> call.pack_gqa_log2,
-                        call.pack_gqa_log2 > 0 ? call.heads_k : call.heads_q);
-        params.schedule.tiles *= call.num_splits;
+        params.tile_order =
+            tile_order_of(params, params.seqlen_q, Kernel::kBlockQ >> call.pack_gqa_log2,
+                          call.pack_gqa_log2 > 0 ? call.heads_k : call.heads_q);
+        params.tile_order.tiles *= call.num_splits;
         return launch_fa3_forward<Kernel>(params, kSms, nullptr);
     });
 }
@@ -174,31 +174,32 @@ cudaError_t launch_forward(const Call& call, ElementType type, bool general = fa
 template <int kHeadDim, tuning::Fa3ForwardTile kTile, OptionSet kOptions = tuning::kVarlen>
 cudaError_t forward(const Call& call) {
     using Kernel = Fa3Forward<Element, kHeadDim, kHeadDim, kOptions,
-                              tuning::fa3_forward({kHeadDim, kHeadDim}, kOptions, kTile)>;
+                              tuning::fa3_forward_shape({kHeadDim, kHeadDim}, kOptions, kTile)>;
     return launch_forward<Kernel>(call, ElementType::kBFloat16, changes_scores(kOptions));
 }
 
 template <int kHeadDim>
 cudaError_t forward_fp8(const Call& call) {
-    using Kernel =
-        Fa3ForwardFp8<Float8, kHeadDim, kHeadDim, tuning::kVarlen,
-                      tuning::fa3_forward_fp8({kHeadDim, kHeadDim}, tuning::kVarlen, kUsual)>;
+    using Kernel = Fa3ForwardFp8<Float8, kHeadDim, kHeadDim, tuning::kVarlen,
+                                 tuning::fa3_forward_fp8_shape({kHeadDim, kHeadDim}, kUsual)>;
     return launch_forward<Kernel>(call, ElementType::kFloat8);
 }
 
 template <int kHeadDim, bool kManyQueries = false, OptionSet kOptions = tuning::kVarlen>
 cudaError_t backward(const Call& call) {
-    using Kernel = Fa3Backward<Element, kHeadDim, kHeadDim, kOptions,
-                               tuning::fa3_backward({kHeadDim, kHeadDim}, kOptions, kManyQueries)>;
+    using Kernel =
+        Fa3Backward<Element, kHeadDim, kHeadDim, kOptions,
+                    tuning::fa3_backward_shape({kHeadDim, kHeadDim}, kOptions, kManyQueries)>;
     return keep<Kernel>([&] {
         auto params = backward_params(call, kHeadDim, changes_scores(kOptions));
-        params.schedule = schedule_of(params, params.seqlen_k, Kernel::kBlockKV, params.heads_k);
+        params.tile_order =
+            tile_order_of(params, params.seqlen_k, Kernel::kBlockKV, params.heads_k);
         return launch_fa3_backward<Kernel>(params, {.gpu = {.sms = kSms}}, nullptr);
     });
 }
 
 template <int kHeadDim>
-constexpr tuning::Fa3BackwardWide kWide = row_of(tuning::kFa3BackwardWide, {kHeadDim, kHeadDim});
+constexpr tuning::Fa3BackwardWideRow kWide = row_of(tuning::kFa3BackwardWide, {kHeadDim, kHeadDim});
 
 DSWorkspace ds_workspace(const BackwardParams& params) {
     return {global, 0, params.heads_k * params.batch, DSWorkspaceTiles(params, summary_of(params))};
@@ -206,17 +207,17 @@ DSWorkspace ds_workspace(const BackwardParams& params) {
 
 template <int kHeadDim, bool kStoresDS>
 cudaError_t backward_dkdv(const Call& call) {
-    using Kernel =
-        Fa3BackwardDKDV<Element, kHeadDim, kHeadDim, tuning::kVarlen, kWide<kHeadDim>.pool_pairs>;
+    using Kernel = Fa3BackwardDKDV<Element, kHeadDim, kHeadDim, tuning::kVarlen,
+                                   kWide<kHeadDim>.pool_pairs, kStoresDS>;
     return keep<Kernel>([&] {
         const auto params = backward_params(call, kHeadDim);
-        Schedule schedule = schedule_of(params, params.seqlen_k, Kernel::kBlockKV, params.heads_k);
+        TileOrder order = tile_order_of(params, params.seqlen_k, Kernel::kBlockKV, params.heads_k);
         DSWorkspace ds;
         if (kStoresDS) {
             ds = ds_workspace(params);
-            schedule = {schedule.tiles, ds.heads, 1};
+            order = {order.tiles, ds.heads, 1};
         }
-        return launch_fa3_backward_pass<Kernel>(params, ds, schedule, kSms, nullptr);
+        return launch_fa3_backward_pass<Kernel>(params, ds, order, kSms, nullptr);
     });
 }
 
@@ -226,8 +227,8 @@ cudaError_t backward_dq(const Call& call) {
     return keep<Kernel>([&] {
         const auto params = backward_params(call, kHeadDim);
         return launch_fa3_backward_pass<Kernel>(
-            params, {}, schedule_of(params, params.seqlen_q, Kernel::kBlockQ, params.heads_q), kSms,
-            nullptr);
+            params, {}, tile_order_of(params, params.seqlen_q, Kernel::kBlockQ, params.heads_q),
+            kSms, nullptr);
     });
 }
 
@@ -245,22 +246,24 @@ cudaError_t backward_dq_gemm(const Call& call) {
 template <int kHeadDim>
 cudaError_t decode(const Call& call) {
     using Kernel =
-        Fa3Decode<Element, kHeadDim, kHeadDim, tuning::fa3_decode({kHeadDim, kHeadDim}, kFewRows)>;
+        Fa3Decode<Element, kHeadDim, kHeadDim,
+                  tuning::fa3_decode_shape({kHeadDim, kHeadDim}, tuning::Fa3DecodeTile::kFewRows)>;
     return keep<Kernel>([&] {
         auto params = forward_params(call, ElementType::kBFloat16, kHeadDim, false);
-        params.schedule = schedule_of(params, params.seqlen_q, Kernel::kRows, params.heads_q);
-        return fa3_decode<kHeadDim, kHeadDim>(params, {.tile = kFewRows}, nullptr);
+        params.tile_order = tile_order_of(params, params.seqlen_q, Kernel::kRows, params.heads_q);
+        return fa3_decode<kHeadDim, kHeadDim>(
+            params, {.decode_tile = tuning::Fa3DecodeTile::kFewRows}, nullptr);
     });
 }
 
 // tests/test_barriers.py reads their names here.
 const std::map<std::string, cudaError_t (*)(const Call&)> kKernels{
-    {"forward 64, few queries", forward<64, kFewQueries>},  // ping-pong
-    {"forward 64", forward<64, kUsual>},                    // four consumers
-    {"forward 128", forward<128, kUsual>},                  // two P, two steps with a mask
-    {"forward 64, splits", forward<64, kFewQueries, tuning::kVarlenSplits>},
-    {"forward 64, packed GQA", forward<64, kFewQueries, tuning::kVarlenSplits>},
-    {"forward 64, general", forward<64, kUsual, tuning::kFa3Scores>},
+    {"forward 64, small Q", forward<64, kSmallQ>},  // ping-pong
+    {"forward 64", forward<64, kUsual>},            // four consumers
+    {"forward 128", forward<128, kUsual>},          // two P, two steps with a mask
+    {"forward 64, splits", forward<64, kSmallQ, tuning::kVarlenSplits>},
+    {"forward 64, packed GQA", forward<64, kSmallQ, tuning::kVarlenSplits>},
+    {"forward 64, general", forward<64, kSmallQ, tuning::kFa3Scores>},
     {"forward 256", forward<256, kUsual>},  // one stage of Q
     {"forward_fp8 64", forward_fp8<64>},
     {"forward_fp8 256", forward_fp8<256>},

@@ -331,7 +331,8 @@ std::vector<uint8_t> transposed(const std::vector<uint8_t>& v) {
 // dS^T in shared memory, (key, query), where that of key i and query j is kBlockQ i + j.
 template <int kHeadDim>
 std::vector<std::vector<int>> stored_ds() {
-    constexpr auto kTuning = tuning::fa3_backward({kHeadDim, kHeadDim}, tuning::kVarlen, false);
+    constexpr auto kTuning =
+        tuning::fa3_backward_shape({kHeadDim, kHeadDim}, tuning::kVarlen, false);
     using Kernel = Fa3Backward<Half, kHeadDim, kHeadDim, tuning::kVarlen, kTuning>;
     using Tile = typename Kernel::DSTile;
     constexpr int kBlockQ = Kernel::kBlockQ;

@@ -250,14 +250,14 @@ PYBIND11_MODULE(flash_ext_native, m) {
     });
     m.def("tile_interval", [](int tile, int block) { return pair_of(tile_interval(tile, block)); });
 
-    py::class_<Schedule>(m, "Schedule")
+    py::class_<TileOrder>(m, "TileOrder")
         .def(py::init([](int tiles, int heads, int batch, int l2_group_heads) {
-            return Schedule{tiles, heads, batch, l2_group_heads};
+            return TileOrder{tiles, heads, batch, l2_group_heads};
         }))
-        .def_readonly("l2_group_heads", &Schedule::l2_group_heads)
-        .def_readonly("tiles_at_once", &Schedule::tiles_at_once);
-    m.def("with_whole_heads", [](const Schedule& schedule, int64_t bytes_per_head) {
-        return with_whole_heads(schedule, bytes_per_head, kH200);
+        .def_readonly("l2_group_heads", &TileOrder::l2_group_heads)
+        .def_readonly("tiles_at_once", &TileOrder::tiles_at_once);
+    m.def("with_whole_heads", [](const TileOrder& order, int64_t bytes_per_head) {
+        return with_whole_heads(order, bytes_per_head, kH200);
     });
     m.def("tiles_at_once", [](int seqlen, int heads, int window_right, bool varlen) {
         const int lengths = seqlen;
@@ -268,16 +268,16 @@ PYBIND11_MODULE(flash_ext_native, m) {
         params.window_left = BandMask::kUnlimited;
         params.window_right = window_right;
         params.seqused_k = varlen ? &lengths : nullptr;
-        return forward_schedule(params, summary_of(params), {heads, 128}, {128, 128}, 1, kH200, 1,
-                                true)
+        return forward_tile_order(params, summary_of(params), {heads, 128}, {128, 128}, 1, kH200, 1,
+                                  true)
             .tiles_at_once;
     });
-    m.def("make_schedule",
+    m.def("make_tile_order",
           [](int tiles, int heads, int batch, bool tiles_differ, int64_t bytes, int ctas_per_sm) {
-              return make_schedule(tiles, heads, batch, tiles_differ, bytes, ctas_per_sm, kH200);
+              return make_tile_order(tiles, heads, batch, tiles_differ, bytes, ctas_per_sm, kH200);
           });
-    m.def("work_tile", [](int linear, const Schedule& schedule) {
-        const WorkTile tile = work_tile(linear, schedule);
+    m.def("work_tile", [](int linear, const TileOrder& order) {
+        const WorkTile tile = work_tile(linear, order);
         return std::tuple(tile.tile_index, tile.head, tile.batch);
     });
     py::class_<Batch>(m, "Batch")
@@ -331,11 +331,11 @@ PYBIND11_MODULE(flash_ext_native, m) {
     m.def("tiles", [](int head_dim) {
         using namespace tuning;
         const HeadDims dims{head_dim, head_dim};
-        const Forward fa2 = fa2_forward(dims, kDense);
+        const Fa2ForwardShape fa2 = fa2_forward_shape(dims, kDense);
         const HeadDims fa1 = find_row(kFa1Forward, dims)->head_dims;
-        const Backward fa1_back = row_of(kFa1Backward, fa1).plain;
-        const Backward fa2_back = fa2_backward(dims, kDense);
-        const Fa3Forward fa3 = fa3_forward(dims, kFa3Scores, Fa3ForwardTile::kUsual);
+        const MmaBackwardShape fa1_back = row_of(kFa1Backward, fa1).plain;
+        const MmaBackwardShape fa2_back = fa2_backward_shape(dims, kDense);
+        const Fa3ForwardShape fa3 = fa3_forward_shape(dims, kFa3Scores, Fa3ForwardTile::kSmallQ);
         return std::map<std::pair<std::string, std::string>, int>{
             {{"fa1", "forward"}, row_of(kFa1Forward, fa1).block_kv},
             {{"fa1", "forward, less memory"}, row_of(kFa1Forward, fa1).small_block_kv},
@@ -360,12 +360,13 @@ PYBIND11_MODULE(flash_ext_native, m) {
         const int64_t smallest = tile_count(params, {heads, tuning::kForwardBlockQ});
         const auto tile =
             fa3_forward_tile(padded, params, summary_of(params), smallest <= kH200.sms, kH200);
-        const tuning::Fa3Forward found = tuning::fa3_forward(padded, tuning::kVarlen, tile);
+        const tuning::Fa3ForwardShape found =
+            tuning::fa3_forward_shape(padded, tuning::kVarlen, tile);
         return Pair{64 * found.consumers, found.block_kv};
     });
     // Of one query of a dense batch at head dim 128, with `group` query heads on a head of keys.
     m.def("decode_splits", [](int batch, int heads_k, int group, int keys) {
-        using enum tuning::Fa3ForwardTile;
+        using enum tuning::Fa3DecodeTile;
         AttentionParams params{};
         params.batch = batch;
         params.heads_q = params.heads_k = heads_k;
@@ -373,10 +374,10 @@ PYBIND11_MODULE(flash_ext_native, m) {
         params.seqlen_k = keys;
         params.window_left = params.window_right = BandMask::kUnlimited;
         params.head_dim = params.head_dim_v = 128;
-        const tuning::Fa3DecodeShape shape = tuning::fa3_decode({128, 128}, kFewRows);
+        const tuning::Fa3DecodeShape shape = tuning::fa3_decode_shape({128, 128}, kFewRows);
         const auto tile = group <= shape.rows ? kFewRows : kManyRows;
         return decode_splits(params, summary_of(params), int64_t{batch} * heads_k, tile,
-                             tuning::fa3_decode({128, 128}, tile).ctas_per_sm, kH200);
+                             tuning::fa3_decode_shape({128, 128}, tile).ctas_per_sm, kH200);
     });
     m.attr("many_queries") = tuning::kManyQueries;
 
@@ -390,7 +391,7 @@ PYBIND11_MODULE(flash_ext_native, m) {
         params.window_right = right < 0 ? BandMask::kUnlimited : right;
         return num_splits(params, summary_of(params), tiles, 1, at_once, 512);
     });
-    // (pack_gqa_log2, tiles) at head dim 128 of a dense batch, or of `batch` packed sequences of
+    // (pack_gqa_log2, tiles) at head dim 128 of a dense batch, or of `batch` varlen sequences of
     // `queries` and `keys` in all.
     m.def("query_tiles",
           [](int batch, int heads_q, int heads_k, int queries, int keys, bool varlen, int window) {
@@ -417,6 +418,6 @@ PYBIND11_MODULE(flash_ext_native, m) {
     m.def("fa2_ctas_per_sm", [](int head_dim, int head_dim_v, bool general) {
         using namespace tuning;
         const HeadDims dims = find_row(kFa2Forward, {head_dim, head_dim_v})->head_dims;
-        return fa2_forward(dims, general ? kAllOptions : kVarlenSplits).ctas_per_sm;
+        return fa2_forward_shape(dims, general ? kAllOptions : kVarlenSplits).ctas_per_sm;
     });
 }

@@ -14,7 +14,6 @@
 #include <utility>
 #include <vector>
 
-#include "plan/dispatch.h"
 #include "plan/launchers.h"
 #include "plan/tuning.h"
 #include "problem/mask.cuh"
@@ -285,8 +284,8 @@ struct Problem {
         found.num_splits = params.num_splits;
         found.pack_gqa_log2 = params.pack_gqa_log2;
         found.tile = static_cast<int>(plan.kernel.tile);
-        found.l2_group_heads = params.schedule.l2_group_heads;
-        found.tiles_at_once = params.schedule.tiles_at_once;
+        found.l2_group_heads = params.tile_order.l2_group_heads;
+        found.tiles_at_once = params.tile_order.tiles_at_once;
         return found;
     }
 

@@ -7,8 +7,6 @@
 
 #include "kernels/common/large_lse.cuh"
 #include "kernels/common/launch.cuh"
-#include "plan/dispatch.h"
-#include "plan/launchers.h"
 #include "plan/workspace_rows.cuh"
 #include "problem/sequences.cuh"
 #include "ptx/grid_dependency.cuh"

@@ -25,7 +25,6 @@
 #include "kernels/common/postprocess_dq.cuh"
 #include "kernels/common/softmax.cuh"
 #include "kernels/common/varlen.cuh"
-#include "plan/tuning.h"
 #include "plan/workspace_rows.cuh"
 #include "problem/key_rows.cuh"
 #include "problem/mask.cuh"
@@ -143,7 +142,7 @@ struct QTileWalk {
 };
 
 template <class Element_, int kHeadDim_, int kHeadDimV_, OptionSet kOptions_,
-          tuning::Backward kTuning>
+          tuning::MmaBackwardShape kTuning>
 struct BackwardTile {
     using Element = Element_;
     static constexpr OptionSet kOptions = kOptions_;
@@ -164,7 +163,7 @@ struct BackwardTile {
     static constexpr int kCtasPerSm = kTuning.ctas_per_sm;
     static constexpr int kStages = kTuning.stages;
     static constexpr bool kForLessMemory =  // of fa2
-        kTuning != tuning::fa2_backward({kHeadDim, kHeadDimV}, kOptions);
+        kTuning != tuning::fa2_backward_shape({kHeadDim, kHeadDimV}, kOptions);
 
     using QTile = SharedTile<Element, kBlockQ, kHeadDim>;
     using DOTile = SharedTile<Element, kBlockQ, kHeadDimV>;

@@ -9,7 +9,6 @@
 #pragma once
 
 #include "kernels/common/backward_tile.cuh"
-#include "plan/dispatch.h"
 #include "plan/tuning.h"
 #include "plan/workspace_rows.cuh"
 #include "problem/sequences.cuh"
@@ -19,7 +18,7 @@ namespace flash_ext {
 template <class Element, int kHeadDim>
 using BiasGradientTile =
     BackwardTile<Element, kHeadDim, kHeadDim, tuning::kAllOptions,
-                 tuning::fa2_backward({kHeadDim, kHeadDim}, tuning::kAllOptions)>;
+                 tuning::fa2_backward_shape({kHeadDim, kHeadDim}, tuning::kAllOptions)>;
 
 // The number of tiles of dbias in a dimension.
 FLASH_HOST_DEVICE constexpr int bias_tiles(int size, int block) {

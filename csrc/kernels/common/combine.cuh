@@ -9,8 +9,6 @@
 
 #include "kernels/common/launch.cuh"
 #include "kernels/common/softmax.cuh"
-#include "plan/dispatch.h"
-#include "plan/launchers.h"
 #include "problem/sequences.cuh"
 #include "ptx/grid_dependency.cuh"
 #include "tile/copy.cuh"
@@ -21,7 +19,7 @@ inline constexpr int kCombineWarps = 4;
 inline constexpr int kCombineRows = 2;  // of a warp, which waits for both at once
 inline constexpr int kCombineRowsOfCta = kCombineWarps * kCombineRows;
 
-// Where a row of statistics lies in the tensors, across packed sequences.
+// Where a row of statistics lies in the tensors, across varlen sequences.
 struct RowPlace {
     int batch, head, row;
 };
@@ -53,9 +51,9 @@ __global__ void __launch_bounds__(32 * kCombineWarps, 6)
         static_cast<int>(blockIdx.x) * kCombineRowsOfCta + warp_id() * kCombineRows;
     if (first_row >= rows) return;
     const int lane = lane_id();
-    const auto row_of = [&](int r) { return min_of(first_row + r, rows - 1); };
+    const auto clamped = [&](int r) { return min_of(first_row + r, rows - 1); };
     const auto statistics = [&](int split, int r) {
-        return params.statistics_partial[int64_t{split} * rows + row_of(r)];
+        return params.statistics_partial[int64_t{split} * rows + clamped(r)];
     };
     ptx::wait_for_grid_before();
 
@@ -75,7 +73,7 @@ __global__ void __launch_bounds__(32 * kCombineWarps, 6)
     RowPlace place[kCombineRows];
 #pragma unroll
     for (int r = 0; r < kCombineRows; ++r) {
-        place[r] = place_of_row(params, row_of(r));
+        place[r] = place_of_row(params, clamped(r));
         max[r] = warp_max(max[r]);
     }
 
@@ -99,7 +97,7 @@ __global__ void __launch_bounds__(32 * kCombineWarps, 6)
 #pragma unroll
             for (int r = 0; r < kCombineRows; ++r) {
                 const float weight = __shfl_sync(0xffffffff, share[r], split);
-                const int64_t row_of_split = int64_t{first + split} * rows + row_of(r);
+                const int64_t row_of_split = int64_t{first + split} * rows + clamped(r);
                 const auto* source =
                     reinterpret_cast<const float2*>(params.o_partial + row_of_split * kHeadDimV) +
                     lane;
@@ -117,7 +115,7 @@ __global__ void __launch_bounds__(32 * kCombineWarps, 6)
     for (int r = 0; r < kCombineRows; ++r) {
         sum[r] = warp_sum(sum[r]);
         const float inverse = sum[r] == 0.f ? 0.f : 1.f / sum[r];
-        if (lane == 0) params.lse[row_of(r)] = log_sum_exp(max[r], sum[r]);
+        if (lane == 0) params.lse[clamped(r)] = log_sum_exp(max[r], sum[r]);
         auto* const target =
             row_pointer<Element>(params.out, place[r].batch, place[r].row, place[r].head);
 #pragma unroll

@@ -1,36 +1,15 @@
-// What all launchers share: dispatch by element type and options, dynamic shared memory, the
-// launch.
+// What all launchers share: tensor maps, dynamic shared memory, the launch.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
 #include <cstdint>
 #include <type_traits>
 
-#include "plan/device.h"
-#include "plan/dispatch.h"
-#include "problem/params.h"
-#include "tile/host_device.h"
+#include "plan/launchers.h"
+#include "tile/tensor_map.cuh"
 
 namespace flash_ext {
-
-// Calls function(element tag), of 16 bits.
-template <class Function>
-cudaError_t dispatch_element(ElementType type, Function function) {
-    if (type == ElementType::kFloat16) return function(__half{});
-    return type == ElementType::kBFloat16 ? function(__nv_bfloat16{}) : kNoKernel;
-}
-
-// Calls launch(element tag, constant set of options) for the set that the plan has chosen.
-template <OptionSets kSets, class Kernel, class Launch>
-cudaError_t dispatch_kernel(const AttentionParams& params, const Kernel& kernel, Launch launch) {
-    return dispatch_options<kSets>(kernel.options, [&](auto options) {
-        return dispatch_element(params.element_type,
-                                [&](auto element) { return launch(element, options); });
-    });
-}
 
 // The largest of value(constant set of options) over these sets.
 template <OptionSets kSets, class Value>
@@ -67,6 +46,58 @@ cudaError_t launch_fitting(const GpuModel& gpu, Launch launch) {
                       ((kHasHopperCode && gpu.major == 9) || !kNeedsHopper<Large>);
     return fits ? launch(std::type_identity<Large>{}) : launch(std::type_identity<Small>{});
 }
+
+// --- Tensor maps ---
+
+template <class Element>
+inline constexpr CUtensorMapDataType kTensorMapType =
+    sizeof(Element) == 1              ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+    : std::is_same_v<Element, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                      : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+
+// A box is what one instruction loads: kBoxRows rows of an atom.
+template <class Tile, int kBoxRows = Tile::kRows>
+cudaError_t encode_tensor_map(CUtensorMap& map, const TensorView& view, int head_dim) {
+    using Encode = decltype(&cuTensorMapEncodeTiled);
+    static const Encode encode = [] {
+        void* function = nullptr;
+        cudaDriverEntryPointQueryResult found;
+        if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
+                                             cudaEnableDefault, &found) != cudaSuccess ||
+            found != cudaDriverEntryPointSuccess)
+            function = nullptr;
+        return reinterpret_cast<Encode>(function);
+    }();
+    constexpr CUtensorMapSwizzle kSwizzle = Tile::kPitch == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
+                                            : Tile::kPitch == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                                                 : CU_TENSOR_MAP_SWIZZLE_32B;
+    if (encode == nullptr) return cudaErrorNotSupported;
+    constexpr uint64_t kNoBound = 0x7fffffff;
+    const uint64_t row = row_stride_bytes<typename Tile::Element>(view);
+    const cuuint64_t sizes[4] = {static_cast<uint64_t>(head_dim), kRowBound, kNoBound, kNoBound};
+    const cuuint64_t strides[3] = {row, 16, (uint64_t{1} << 34) - row};
+    const cuuint32_t box[4] = {Tile::kAtomCols, kBoxRows, 1, 1};
+    const cuuint32_t steps[4] = {1, 1, 1, 1};
+    const auto try_to_encode = [&] {
+        return encode(&map, kTensorMapType<typename Tile::Element>, 4, view.data, sizes, strides,
+                      box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, kSwizzle,
+                      kBoxRows < Tile::kRows ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B
+                                             : CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    };
+    CUresult result = try_to_encode();
+    if (result == CUDA_ERROR_INVALID_CONTEXT) {
+        // This thread has not used the device yet (autograd has threads of its own). The driver
+        // needs a context, which the runtime otherwise creates at the launch.
+        int device = 0;
+        cudaGetDevice(&device);
+        cudaSetDevice(device);
+        result = try_to_encode();
+    }
+    return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+// --- The launch ---
 
 // Lets a kernel have more than 48 KB of shared memory, once per device.
 template <auto kKernel>

@@ -1,4 +1,4 @@
-// Makes the offsets of packed sequences monotone: each at least as large as the one before, and
+// Makes the offsets of varlen sequences monotone: each at least as large as the one before, and
 // inside the tensor. Valid offsets do not change.
 //
 // Other kernels need no such pass: with any offsets, they stay inside the tensors. But in the

@@ -12,7 +12,6 @@
 #include <type_traits>
 
 #include "kernels/common/launch.cuh"
-#include "plan/launchers.h"
 #include "ptx/math.cuh"
 #include "tile/copy.cuh"
 

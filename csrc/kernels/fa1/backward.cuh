@@ -12,7 +12,6 @@
 #pragma once
 
 #include "kernels/common/backward_tile.cuh"
-#include "plan/launchers.h"
 #include "plan/tuning.h"
 #include "plan/workspace_rows.cuh"
 #include "problem/sequences.cuh"

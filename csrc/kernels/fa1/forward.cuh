@@ -31,7 +31,6 @@
 #include "kernels/common/launch.cuh"
 #include "kernels/common/softmax.cuh"
 #include "kernels/common/varlen.cuh"
-#include "plan/tuning.h"
 #include "plan/workspace_rows.cuh"
 #include "problem/key_rows.cuh"
 #include "problem/mask.cuh"

@@ -17,7 +17,6 @@
 #pragma once
 
 #include "kernels/common/backward_tile.cuh"
-#include "plan/launchers.h"
 #include "plan/tuning.h"
 #include "plan/workspace_rows.cuh"
 #include "problem/sequences.cuh"
@@ -85,7 +84,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
     constexpr bool kWaitFirst = DQSemaphore<Tile>::kWaitFirst;
     auto& storage = shared_storage<typename Tile::SharedStorage>();
     // Ascending KV tiles: longest first.
-    const WorkTile work = work_tile(work_index(params, storage.work_index), params.schedule);
+    const WorkTile work = work_tile(work_index(params, storage.work_index), params.tile_order);
     const auto [sequence, kv_tile] = warp_uniform<true>(tile_of<Tile::kMayBeVarlen, Rows::kKeys>(
         params, work.batch, work.tile_index, Tile::kBlockKV));
     const Tile cta(params, sequence, work.head);
@@ -164,7 +163,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
 template <class Element, int kHeadDim, int kHeadDimV, OptionSet kOptions, bool kLessMemory>
 using Fa2BackwardTile =
     BackwardTile<Element, kHeadDim, kHeadDimV, kOptions,
-                 tuning::fa2_backward({kHeadDim, kHeadDimV}, kOptions, kLessMemory)>;
+                 tuning::fa2_backward_shape({kHeadDim, kHeadDimV}, kOptions, kLessMemory)>;
 
 template <int kHeadDim, int kHeadDimV>
 int Fa2<kHeadDim, kHeadDimV>::backward_shared_bytes() {
@@ -179,7 +178,7 @@ cudaError_t launch_fa2_backward(const BackwardParams& params, cudaStream_t strea
     cudaError_t status = backward_preprocess(params, kPreprocessRows, stream);
     if (status == cudaSuccess)
         status = launch_kernel<fa2_backward_kernel<Tile>>(
-            cta_count(params.schedule), Tile::kThreads, Tile::kSharedBytes, params, stream);
+            work_tile_count(params.tile_order), Tile::kThreads, Tile::kSharedBytes, params, stream);
     if (status == cudaSuccess) status = postprocess_dq<Tile>(params, stream);
     return status;
 }
@@ -187,13 +186,13 @@ cudaError_t launch_fa2_backward(const BackwardParams& params, cudaStream_t strea
 template <int kHeadDim, int kHeadDimV>
 cudaError_t Fa2<kHeadDim, kHeadDimV>::backward(const BackwardParams& params,
                                                const BackwardKernel& kernel, cudaStream_t stream) {
-    constexpr tuning::Fa2Backward kRow = row_of(tuning::kFa2Backward, {kHeadDim, kHeadDimV});
+    constexpr tuning::Fa2BackwardRow kRow = row_of(tuning::kFa2Backward, {kHeadDim, kHeadDimV});
     static_assert(kRow.plain.block_q % kRow.small_plain.block_q == 0);  // plan_mma_backward()
     return dispatch_kernel<kRow.options>(params, kernel, [&](auto element, auto options) {
         using Large = Fa2BackwardTile<decltype(element), kHeadDim, kHeadDimV, options.value, false>;
         using Small = Fa2BackwardTile<decltype(element), kHeadDim, kHeadDimV, options.value, true>;
         static_assert(Large::kBlockKV == Small::kBlockKV &&
-                      Large::kCtasPerSm == Small::kCtasPerSm);  // the plan has one schedule
+                      Large::kCtasPerSm == Small::kCtasPerSm);  // the plan has one tile order
         return launch_fitting<Large, Small>(kernel.gpu, [&](auto tile) {
             return launch_fa2_backward<typename decltype(tile)::type>(params, stream);
         });

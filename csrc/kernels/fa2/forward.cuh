@@ -34,7 +34,6 @@
 #include "kernels/common/launch.cuh"
 #include "kernels/common/softmax.cuh"
 #include "kernels/common/varlen.cuh"
-#include "plan/tuning.h"
 #include "problem/key_rows.cuh"
 #include "problem/mask.cuh"
 #include "problem/score.cuh"
@@ -48,7 +47,8 @@
 
 namespace flash_ext {
 
-template <class Element, int kHeadDim, int kHeadDimV, OptionSet kOptions, tuning::Forward kTuning>
+template <class Element, int kHeadDim, int kHeadDimV, OptionSet kOptions,
+          tuning::Fa2ForwardShape kTuning>
 struct Fa2Forward {
     static constexpr bool kMayBeVarlen = contains(kOptions, OptionSet::kVarlen);
     static constexpr bool kUnaligned = contains(kOptions, OptionSet::kUnaligned);
@@ -78,7 +78,7 @@ struct Fa2Forward {
     static constexpr bool kTileCoordInLoop = kOptions == tuning::kVarlenSplits && kHeadDim == 128;
 
     static constexpr bool kForLessMemory =
-        kTuning != tuning::fa2_forward({kHeadDim, kHeadDimV}, kOptions);
+        kTuning != tuning::fa2_forward_shape({kHeadDim, kHeadDimV}, kOptions);
 
     static_assert(kBlockKV % 16 == 0 && kRowsPerWarp % 16 == 0);
     static_assert(kBlockQ == tuning::kForwardBlockQ);
@@ -114,7 +114,7 @@ struct Fa2Forward {
     // Of CTA `linear`. The last tile of a sequence comes first: under a causal mask it is the
     // longest.
     static FLASH_DEVICE TileCoord tile_coord_of(const ForwardParams& params, int linear) {
-        WorkTile work = work_tile(linear, params.schedule);
+        WorkTile work = work_tile(linear, params.tile_order);
         if (has_splits(params)) work.tile_index /= params.num_splits;
         const auto [sequence, tile] = warp_uniform<kMayBeVarlen>(
             tile_of<kMayBeVarlen, Rows::kQueries>(params, work.batch, work.tile_index, kBlockQ));
@@ -136,7 +136,7 @@ struct Fa2Forward {
     FLASH_DEVICE int split() const {
         if (!has_splits(params)) return 0;
         const int linear = ptx::not_hoisted(blockIdx.x);
-        return work_tile(linear, params.schedule).tile_index % params.num_splits;
+        return work_tile(linear, params.tile_order).tile_index % params.num_splits;
     }
 
     FLASH_DEVICE int head_k() const { return key_head(params, head); }
@@ -328,8 +328,9 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerSm)
 }
 
 template <class Element, int kHeadDim, int kHeadDimV, OptionSet kOptions, bool kLessMemory>
-using Fa2ForwardOf = Fa2Forward<Element, kHeadDim, kHeadDimV, kOptions,
-                                tuning::fa2_forward({kHeadDim, kHeadDimV}, kOptions, kLessMemory)>;
+using Fa2ForwardOf =
+    Fa2Forward<Element, kHeadDim, kHeadDimV, kOptions,
+               tuning::fa2_forward_shape({kHeadDim, kHeadDimV}, kOptions, kLessMemory)>;
 
 template <int kHeadDim, int kHeadDimV>
 int Fa2<kHeadDim, kHeadDimV>::forward_shared_bytes() {
@@ -347,11 +348,12 @@ cudaError_t Fa2<kHeadDim, kHeadDimV>::forward(const ForwardParams& params,
         using Element = decltype(element);
         using Large = Fa2ForwardOf<Element, kHeadDim, kHeadDimV, options.value, false>;
         using Small = Fa2ForwardOf<Element, kHeadDim, kHeadDimV, options.value, true>;
-        static_assert(Large::kCtasPerSm == Small::kCtasPerSm);  // the plan has one schedule
+        static_assert(Large::kCtasPerSm == Small::kCtasPerSm);  // the plan has one tile order
         return launch_fitting<Large, Small>(kernel.gpu, [&](auto chosen) {
             using Kernel = typename decltype(chosen)::type;
-            return launch_kernel<fa2_forward_kernel<Kernel>>(
-                cta_count(params.schedule), Kernel::kThreads, Kernel::kSharedBytes, params, stream);
+            return launch_kernel<fa2_forward_kernel<Kernel>>(work_tile_count(params.tile_order),
+                                                             Kernel::kThreads, Kernel::kSharedBytes,
+                                                             params, stream);
         });
     });
 }

@@ -67,14 +67,13 @@
 #pragma once
 
 #include "kernels/fa3/backward_producers.cuh"
-#include "plan/launchers.h"
 #include "ptx/barrier.cuh"
 #include "ptx/stmatrix.cuh"
 
 namespace flash_ext {
 
 template <class Element, int kHeadDim, int kHeadDimV, OptionSet kOptions,
-          tuning::Fa3Backward kTuning>
+          tuning::Fa3BackwardShape kTuning>
 struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions, kTuning> {
     using Base = typename Fa3Backward::Fa3BackwardProducers;
     using Base::kBlockQ, Base::kBlockKV, Base::kConsumers, Base::elected, Base::params,
@@ -137,7 +136,7 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
         Operand& rdS;
         GradientK& rdK;
         GradientV& rdV;
-        DQ& rdQ;  // in the registers of S, if dq_takes_scores
+        DQ& rdQ;  // in the registers of S or dP
 
         WorkTileState tile{};
         PipelineState<1> kv{};                     // of K and V
@@ -376,8 +375,9 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
         Operand rP, rdS;
         GradientK rdK;
         GradientV rdV;
-        DQ own_rdQ;
-        DQ& rdQ = kTuning.dq_takes_scores ? reinterpret_cast<DQ&>(rS) : own_rdQ;
+        // dQ takes the registers of S or dP, both of which are in rP and rdS when it starts.
+        // ptxas 12.9: at d 64 in its own or in those of S, wgmma is serialized.
+        DQ& rdQ = reinterpret_cast<DQ&>(kTuning.dq_takes_scores ? rS : rdP);
         State s{rS, rdP, rP, rdS, rdK, rdV, rdQ};
         // Ping-pong: a consumer starts its iteration after the other has started dP.
         if (consumer == 1) Order::signal_next(consumer);  // consumer 0 starts
@@ -410,8 +410,9 @@ cudaError_t launch_fa3_backward(const BackwardParams& call, const BackwardKernel
     cudaError_t status = params.encode<Kernel>();
     if (status == cudaSuccess) status = backward_preprocess(params, Kernel::kBlockQ, stream);
     if (status == cudaSuccess)
-        status = launch_fa3<Kernel>(params, cta_count(params.schedule), kernel.gpu.sms, stream,
-                                    {.pdl = true});
+        status = launch_kernel<fa3_kernel<Kernel>>(
+            min_of(work_tile_count(params.tile_order), kernel.gpu.sms), Kernel::kThreads,
+            sizeof(typename Kernel::SharedStorage), params, stream, {.pdl = true});
     if (status == cudaSuccess)
         status = postprocess_dq<typename Kernel::DQTile>(params, stream, {.pdl = true});
     return status;
@@ -423,8 +424,8 @@ cudaError_t fa3_backward(const BackwardParams& params, const BackwardKernel& ker
     constexpr OptionSets kSets = row_of(tuning::kFa3Backward, {kHeadDim, kHeadDimV}).options;
     return dispatch_kernel<kSets>(params, kernel, [&](auto element, auto options) {
         return dispatch<false, true>(kernel.many_queries, [&](auto many) {
-            constexpr tuning::Fa3Backward kTuning =
-                tuning::fa3_backward({kHeadDim, kHeadDimV}, options.value, many);
+            constexpr tuning::Fa3BackwardShape kTuning =
+                tuning::fa3_backward_shape({kHeadDim, kHeadDimV}, options.value, many);
             using Kernel =
                 Fa3Backward<decltype(element), kHeadDim, kHeadDimV, options.value, kTuning>;
             return launch_fa3_backward<Kernel>(params, kernel, stream);

@@ -95,7 +95,9 @@ struct Fa3BackwardWideParams : Fa3BackwardMaps {
     DSWorkspace ds_workspace;
 };
 
-template <class Element, int kHeadDim, int kHeadDimV, OptionSet kOptions, int kPairs>
+// kStoresDS: does it store dS for the dQ GEMM? With options it decides for each call.
+template <class Element, int kHeadDim, int kHeadDimV, OptionSet kOptions, int kPairs,
+          bool kStoresDS>
 struct Fa3BackwardDKDV : Fa3Cta<Fa3BackwardWideParams, KeyTile> {
     static constexpr int kBlockQ = tuning::kFa3BackwardWideBlock;
     static constexpr int kBlockKV = tuning::kFa3BackwardWideBlock;
@@ -157,14 +159,16 @@ struct Fa3BackwardDKDV : Fa3Cta<Fa3BackwardWideParams, KeyTile> {
         ptx::launch_dependents();
     }
 
-    FLASH_DEVICE bool stores_ds() const { return params.ds_workspace.heads > 0; }
+    FLASH_DEVICE bool stores_ds() const {
+        return kStoresDS && (!changes_scores(kOptions) || params.ds_workspace.heads > 0);
+    }
 
     // --- Producer ---
 
     // Fetches the KV tiles.
     FLASH_DEVICE void produce_tiles() const {
         fetch_work_tiles([&](KeyTile& tile, int linear) {
-            WorkTile work = work_tile(linear, params.schedule);
+            WorkTile work = work_tile(linear, params.tile_order);
             if (stores_ds()) {
                 const int flat_head = params.ds_workspace.first_head + work.head;
                 work.head = flat_head % params.heads_k;
@@ -185,8 +189,8 @@ struct Fa3BackwardDKDV : Fa3Cta<Fa3BackwardWideParams, KeyTile> {
             const Sequence& s = tile.sequence;
             for (int left = group() - 1; left >= 0; --left) {
                 const int head = (tile.head + 1) * group() - 1 - left;
-                const TensorRows q_rows = query_rows<Element>(params.q, s, head);
-                const TensorRows do_rows = query_rows<Element>(params.dout, s, head);
+                const TensorRows q_rows = query_tensor_rows<Element>(params.q, s, head);
+                const TensorRows do_rows = query_tensor_rows<Element>(params.dout, s, head);
                 const int64_t statistics = workspace_row(params, s, head, 0);
                 for (int i = tile.q_tiles.begin; i < tile.q_tiles.end; ++i) {
                     if (left == 0 && i == tile.q_tiles.end - 1) work_tiles.allow_fetch();
@@ -475,15 +479,17 @@ struct Fa3BackwardDKDV : Fa3Cta<Fa3BackwardWideParams, KeyTile> {
 // One of the kernels for wide heads, with the tile_count_semaphore word kTileCount.
 template <class Kernel>
 cudaError_t launch_fa3_backward_pass(const BackwardParams& call, const DSWorkspace& ds_workspace,
-                                     const Schedule& schedule, int sms, cudaStream_t stream) {
+                                     const TileOrder& order, int sms, cudaStream_t stream) {
     Fa3BackwardWideParams params{call};
     params.ds_workspace = ds_workspace;
     params.scheduler = make_dynamic_scheduler(call.tile_count_semaphore + Kernel::kTileCount);
-    params.schedule = schedule;
-    if (cta_count(schedule) == 0) return cudaSuccess;
+    params.tile_order = order;
+    if (work_tile_count(order) == 0) return cudaSuccess;
     const cudaError_t status = Kernel::encode(params);
     if (status != cudaSuccess) return status;
-    return launch_fa3<Kernel>(params, cta_count(schedule), sms, stream, {.pdl = true});
+    return launch_kernel<fa3_kernel<Kernel>>(min_of(work_tile_count(order), sms), Kernel::kThreads,
+                                             sizeof(typename Kernel::SharedStorage), params, stream,
+                                             {.pdl = true});
 }
 
 }  // namespace flash_ext

@@ -116,7 +116,7 @@ struct Fa3BackwardDQ : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
     // Fetches the Q tiles.
     FLASH_DEVICE void produce_tiles() const {
         fetch_work_tiles([&](QueryTile& tile, int linear) {
-            describe<Fa3BackwardDQ>(tile, params, work_tile(linear, params.schedule));
+            describe<Fa3BackwardDQ>(tile, params, work_tile(linear, params.tile_order));
             tile.large_lse = params.large_lse.is_raised();
             tile.row_group = row_group(params, tile.sequence, tile.head);
         });
@@ -129,7 +129,7 @@ struct Fa3BackwardDQ : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
         typename Pipeline::State state;
         work_tiles.for_each([&](const QueryTile& tile) {
             const KeyRows keys = key_rows(params, tile.sequence);
-            const int head = this->head_k(tile.head) / params.parts;
+            const int head = tile.head / this->group() / params.parts;
             const VisibleTiles kv = tile.kv_tiles;
             if (kAllowsFetch && kv.empty()) work_tiles.allow_fetch();
             for (int i = kv.begin; i < kv.end; ++i, state.advance()) {
@@ -149,9 +149,9 @@ struct Fa3BackwardDQ : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
             const Sequence& s = tile.sequence;
             for (uint32_t i = 0; i < kConsumers; ++i)
                 load_tile<QTile>(q_pipeline, {i, phase}, params.q_map,
-                                 query_rows<Element>(params.q, s, tile.head),
+                                 query_tensor_rows<Element>(params.q, s, tile.head),
                                  tile.first_query + i * 64);
-            const TensorRows rows = query_rows<Element>(params.dout, s, tile.head);
+            const TensorRows rows = query_tensor_rows<Element>(params.dout, s, tile.head);
 #pragma unroll 1
             for (uint32_t i = 0; i < kConsumers; ++i) {
                 const int first_query = tile.first_query + i * 64;

@@ -75,7 +75,7 @@ struct Fa3BackwardDQGemm : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
 
     FLASH_DEVICE void produce_tiles() const {
         fetch_work_tiles([&](QueryTile& tile, int linear) {
-            WorkTile work = work_tile(linear, params.schedule);
+            WorkTile work = work_tile(linear, params.tile_order);
             const int flat_head = params.ds_workspace.first_head * group() + work.head;
             work.head = flat_head % params.heads_q;
             work.batch = flat_head / params.heads_q;
@@ -88,7 +88,7 @@ struct Fa3BackwardDQGemm : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
         work_tiles.for_each([&](const QueryTile& tile) {
             const Sequence& s = tile.sequence;
             const KeyRows keys = key_rows(params, s);
-            const int head = this->head_k(tile.head) / params.parts;
+            const int head = tile.head / this->group() / params.parts;
             const VisibleTiles own[2] = {kv_tiles_of(tile, 0), kv_tiles_of(tile, 1)};
             const auto ds = [&](int of, int kv_tile) {
                 return params.ds_workspace.template tile<Element>(

@@ -18,7 +18,7 @@ struct Fa3BackwardParams : Fa3BackwardMaps {
 };
 
 template <class Element, int kHeadDim, int kHeadDimV, OptionSet kOptions,
-          tuning::Fa3Backward kTuning>
+          tuning::Fa3BackwardShape kTuning>
 struct Fa3BackwardProducers : Fa3Cta<Fa3BackwardParams, KeyTile> {
     static constexpr int kBlockQ = kTuning.block_q;
     static constexpr int kBlockKV = tuning::kFa3BackwardBlockKV;
@@ -94,12 +94,12 @@ struct Fa3BackwardProducers : Fa3Cta<Fa3BackwardParams, KeyTile> {
     FLASH_DEVICE void describe_next(KeyTile& tile, int linear) const {
         WorkTile work;
         if (params.lead == 0) {
-            work = work_tile(linear, params.schedule);
+            work = work_tile(linear, params.tile_order);
         } else {
-            const int tile_index = linear % params.schedule.tiles;
-            const int head = linear / params.schedule.tiles - (tile_index == 0 ? 0 : params.lead);
-            if (head < 0 || head >= params.schedule.heads * params.schedule.batch) return;
-            work = {tile_index, head % params.schedule.heads, head / params.schedule.heads};
+            const int tile_index = linear % params.tile_order.tiles;
+            const int head = linear / params.tile_order.tiles - (tile_index == 0 ? 0 : params.lead);
+            if (head < 0 || head >= params.tile_order.heads * params.tile_order.batch) return;
+            work = {tile_index, head % params.tile_order.heads, head / params.tile_order.heads};
         }
         describe<Fa3BackwardProducers>(tile, params, work);
         if (params.query_parts > 1)
@@ -138,7 +138,8 @@ struct Fa3BackwardProducers : Fa3Cta<Fa3BackwardParams, KeyTile> {
     FLASH_DEVICE void produce_tiles() const {
         ptx::launch_dependents();  // the postprocess pass, in SMs that this kernel has left
         const auto fetch = [&] { return atomicAdd(params.dq_semaphore, 1); };
-        const int total = cta_count(params.schedule) + params.lead * params.schedule.tiles;
+        const int total =
+            work_tile_count(params.tile_order) + params.lead * params.tile_order.tiles;
         work_tiles.produce(
             fetch(), total, fetch, [&](KeyTile& tile, int linear) { describe_next(tile, linear); },
             [&](const KeyTile& tile, const WorkTileState& t) {
@@ -169,7 +170,8 @@ struct Fa3BackwardProducers : Fa3Cta<Fa3BackwardParams, KeyTile> {
                 if (kAllowsFetch && last) work_tiles.allow_fetch();
                 const Sequence& s = tile.sequence;
                 load_tile<Tile>(
-                    pipeline, state, map, query_rows<Element>(view, s, head), first_row, [&] {
+                    pipeline, state, map, query_tensor_rows<Element>(view, s, head), first_row,
+                    [&] {
                         return RowStatisticsLoad<Statistic, kBlockQ>{
                             rows[state.stage], source + int64_t{row_group} * kWorkspaceRows,
                             source + params.padding_row, stored_rows<kBlockQ>(s, first_row)};

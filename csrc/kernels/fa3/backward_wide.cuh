@@ -15,7 +15,10 @@ template <class Element, int kHeadDim, int kHeadDimV, OptionSet kOptions>
 cudaError_t launch_fa3_backward_wide(const BackwardParams& params, const BackwardKernel& kernel,
                                      cudaStream_t stream) {
     constexpr auto kTuning = row_of(tuning::kFa3BackwardWide, {kHeadDim, kHeadDimV});
-    using DKDV = Fa3BackwardDKDV<Element, kHeadDim, kHeadDimV, kOptions, kTuning.pool_pairs>;
+    using DKDV = Fa3BackwardDKDV<Element, kHeadDim, kHeadDimV, kOptions, kTuning.pool_pairs,
+                                 changes_scores(kOptions)>;
+    using DKDVStoringDS =
+        Fa3BackwardDKDV<Element, kHeadDim, kHeadDimV, kOptions, kTuning.pool_pairs, true>;
     using DQGemm = Fa3BackwardDQGemm<Element, kHeadDim, kTuning.dq_gemm_stages>;
     using DQ = Fa3BackwardDQ<Element, kHeadDim, kHeadDimV, kOptions>;
     const bool stores_ds = kernel.ds_heads > 0;
@@ -24,12 +27,14 @@ cudaError_t launch_fa3_backward_wide(const BackwardParams& params, const Backwar
     cudaError_t status = backward_preprocess(params, DKDV::kBlockQ, stream);
     for (int head = 0; status == cudaSuccess && head < heads; head += heads_at_once) {
         const bool whole = head + heads_at_once <= heads;
-        const WideSchedules& schedules = whole ? kernel.wide : kernel.last_wide;
+        const WideTileOrders& schedules = whole ? kernel.wide : kernel.last_wide;
         DSWorkspace ds;
         if (stores_ds)
             ds = {static_cast<char*>(kernel.ds), head, min_of(heads_at_once, heads - head),
                   kernel.ds_tiles};
-        status = launch_fa3_backward_pass<DKDV>(params, ds, schedules.keys, kernel.gpu.sms, stream);
+        const auto launch_dkdv =
+            stores_ds ? launch_fa3_backward_pass<DKDVStoringDS> : launch_fa3_backward_pass<DKDV>;
+        status = launch_dkdv(params, ds, schedules.keys, kernel.gpu.sms, stream);
         if (status != cudaSuccess) return status;
         const auto launch_dq =
             stores_ds ? launch_fa3_backward_pass<DQGemm> : launch_fa3_backward_pass<DQ>;

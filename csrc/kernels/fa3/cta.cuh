@@ -90,14 +90,13 @@ struct Fa3Cta {
         release(pipeline, state);
         state.advance();
     }
-    FLASH_DEVICE int head_k(int head_q) const { return head_q / group(); }
 
     // For a producer that does nothing else: fetches tiles by the dynamic persistent scheduler when
     // another producer allows it. `describe` as for WorkTilePipeline::produce().
     template <class Describe>
     FLASH_DEVICE void fetch_work_tiles(Describe describe) const {
         params.scheduler.start();
-        const int total = cta_count(params.schedule);
+        const int total = work_tile_count(params.tile_order);
         const auto fetch = [&] { return params.scheduler.fetch(total); };
         work_tiles.produce(blockIdx.x, total, fetch, describe,
                            [&](const auto&, const WorkTileState& t) {
@@ -116,6 +115,7 @@ struct Fa3Cta {
 template <class Kernel>
 __global__ void __launch_bounds__(Kernel::kThreads, 1)
     fa3_kernel(const __grid_constant__ typename Kernel::Params params) {
+    static_assert(sizeof(typename Kernel::SharedStorage) <= 227 * 1024);
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // sm_90a
     const Kernel kernel(params);
     if (threadIdx.x == 0) {
@@ -136,15 +136,6 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
 #else
     __trap();  // never launched on other GPUs
 #endif
-}
-
-template <class Kernel>
-cudaError_t launch_fa3(const typename Kernel::Params& params, int tiles, int sms,
-                       cudaStream_t stream, const LaunchOptions& options = {}) {
-    static_assert(sizeof(typename Kernel::SharedStorage) <= 227 * 1024);
-    return launch_kernel<fa3_kernel<Kernel>>(min_of(tiles, sms), Kernel::kThreads,
-                                             sizeof(typename Kernel::SharedStorage), params, stream,
-                                             options);
 }
 
 }  // namespace flash_ext

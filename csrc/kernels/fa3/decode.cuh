@@ -19,7 +19,6 @@
 
 #include "kernels/common/launch.cuh"
 #include "kernels/common/softmax.cuh"
-#include "plan/launchers.h"
 #include "problem/key_rows.cuh"
 #include "problem/score.cuh"
 #include "ptx/cluster.cuh"
@@ -85,7 +84,7 @@ struct Fa3Decode {
     int first_query;   // of the tile
 
     FLASH_DEVICE explicit Fa3Decode(const Fa3DecodeParams& p) : params(p) {
-        // A head of a dense batch has one tile, and packed sequences are one batch.
+        // A head of a dense batch has one tile, and varlen sequences are one batch.
         const int number = tile_number();
         const int heads = p.pack_gqa_log2 > 0 ? p.heads_k : p.heads_q;
         const bool varlen = p.cu_seqlens_q != nullptr;
@@ -412,13 +411,13 @@ template <int kHeadDim, int kHeadDimV>
 cudaError_t fa3_decode(const ForwardParams& call, const ForwardKernel& kernel,
                        cudaStream_t stream) {
     const Fa3DecodeParams params{call, launch_epoch(), exponent_scale(call)};
-    using enum tuning::Fa3ForwardTile;
+    using enum tuning::Fa3DecodeTile;
     return dispatch_element(params.element_type, [&](auto element) {
-        return dispatch<kFewRows, kManyKeys, kManyRows>(kernel.tile, [&](auto tile) {
+        return dispatch<kFewRows, kManyKeys, kManyRows>(*kernel.decode_tile, [&](auto tile) {
             using Kernel = Fa3Decode<decltype(element), kHeadDim, kHeadDimV,
-                                     tuning::fa3_decode({kHeadDim, kHeadDimV}, tile)>;
+                                     tuning::fa3_decode_shape({kHeadDim, kHeadDimV}, tile)>;
             return launch_kernel<fa3_decode_kernel<Kernel>>(
-                cta_count(params.schedule), Kernel::kThreads,
+                work_tile_count(params.tile_order), Kernel::kThreads,
                 sizeof(typename Kernel::SharedStorage), params, stream,
                 {.cluster = min_of(params.num_splits, kMaxClusterSplits)});
         });

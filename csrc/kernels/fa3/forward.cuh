@@ -55,7 +55,7 @@
 namespace flash_ext {
 
 template <class Element, int kHeadDim, int kHeadDimV, OptionSet kOptions,
-          tuning::Fa3Forward kTuning>
+          tuning::Fa3ForwardShape kTuning>
 struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOptions, kTuning> {
     using Tiles = typename Fa3Forward::Fa3ForwardTiles;
     using Tiles::consumer, Tiles::end_work_tile, Tiles::find_tile, Tiles::full_tiles,
@@ -175,11 +175,7 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
         this->template finish_scores<kUnmasked>(x.rS, x);
         const bool fresh = !kUnmasked && new_tile;
         if (fresh) x.softmax = this->template begin_softmax<Softmax>(work_tiles[x.tile]);
-        if constexpr (changes_scores(kOptions)) {
-            x.rescaling = x.softmax.step(x.rS, rP, Unscaled{}, fresh);
-        } else {
-            x.rescaling = x.softmax.step(x.rS, rP, params.scale_log2, fresh);
-        }
+        x.rescaling = x.softmax.step(x.rS, rP, exponent_scale<kOptions>(params), fresh);
     }
 
     // Before P V: rescales O, or stores it as the result of the previous Q tile. kInTurn: it is
@@ -319,11 +315,16 @@ cudaError_t fa3_forward(const ForwardParams& params, const ForwardKernel& kernel
     using enum tuning::Fa3ForwardTile;
     constexpr OptionSets kSets = row_of(tuning::kFa3Forward, {kHeadDim, kHeadDimV}).options;
     return dispatch_kernel<kSets>(params, kernel, [&](auto element, auto options) {
-        return dispatch<kFewQueries, kUsual, kLongKeys>(kernel.tile, [&](auto tile) {
-            using Kernel =
-                Fa3Forward<decltype(element), kHeadDim, kHeadDimV, options.value,
-                           tuning::fa3_forward({kHeadDim, kHeadDimV}, options.value, tile)>;
-            return launch_fa3_forward<Kernel>(params, kernel.gpu.sms, stream);
+        return dispatch<kSmallQ, kUsual, kLongKeys>(kernel.tile, [&](auto tile) {
+            if constexpr (tuning::Fa3ForwardRow::has_tile(options.value, tile)) {
+                constexpr tuning::Fa3ForwardShape kTuning =
+                    tuning::fa3_forward_shape({kHeadDim, kHeadDimV}, options.value, tile);
+                using Kernel =
+                    Fa3Forward<decltype(element), kHeadDim, kHeadDimV, options.value, kTuning>;
+                return launch_fa3_forward<Kernel>(params, kernel.gpu.sms, stream);
+            } else {
+                return kNoKernel;
+            }
         });
     });
 }

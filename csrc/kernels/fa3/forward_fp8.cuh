@@ -35,12 +35,12 @@ namespace flash_ext {
 static __device__ const float kNoDescale = 1.f;
 
 template <class QKElement, int kHeadDim, int kHeadDimV, OptionSet kOptions,
-          tuning::Fa3Forward kTuning>
+          tuning::Fa3ForwardShape kTuning>
 struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, kOptions, kTuning> {
     using Tiles = typename Fa3ForwardFp8::Fa3ForwardTiles;
     using Tiles::consumer, Tiles::elected, Tiles::end_work_tile, Tiles::find_tile,
-        Tiles::full_tiles, Tiles::group, Tiles::head_k, Tiles::k_pipeline, Tiles::kBlockKV,
-        Tiles::kConsumers, Tiles::params, Tiles::q_pipeline, Tiles::query_of, Tiles::release,
+        Tiles::full_tiles, Tiles::group, Tiles::k_pipeline, Tiles::kBlockKV, Tiles::kConsumers,
+        Tiles::params, Tiles::q_pipeline, Tiles::query_of, Tiles::release,
         Tiles::release_and_advance, Tiles::v_pipeline, Tiles::warp_row, Tiles::work_tiles;
     using typename Tiles::KTile, typename Tiles::Order, typename Tiles::Output,
         typename Tiles::QTile, typename Tiles::VPipeline, typename Tiles::VTile,
@@ -94,7 +94,8 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
             const KeyRows keys = key_rows(params, tile.sequence);
             load_tile<VTile, Tiles::kKVBoxRows>(
                 row_major_v, v, params.v_map,
-                keys.tensor_rows<Float8>(params.v, this->head_k(tile.head), first_key), first_key);
+                keys.tensor_rows<Float8>(params.v, key_head(params, tile.head), first_key),
+                first_key);
             v.advance();
         };
         if (warp_id() == 0) this->produce_k(load_v);
@@ -161,7 +162,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
     FLASH_DEVICE const float* descales_of(const Descale& x, const QueryTile& tile,
                                           int head_q) const {
         if (x.data == nullptr || tile.sequence.seqlen_k == 0) return &kNoDescale;
-        const int head = x.by_query_head ? head_q : head_k(head_q);
+        const int head = x.by_query_head ? head_q : key_head(params, head_q);
         return x.data + tile.sequence.index() * x.batch_stride + head * x.head_stride;
     }
 
@@ -452,15 +453,20 @@ cudaError_t fa3_forward_fp8(const ForwardParams& params, const ForwardKernel& ke
     using enum ElementType;
     constexpr OptionSets kSets = row_of(tuning::kFa3ForwardFp8, {kHeadDim, kHeadDimV}).options;
     return dispatch_options<kSets>(kernel.options, [&](auto options) {
-        return dispatch<kFewQueries, kUsual>(kernel.tile, [&](auto tile) {
-            constexpr tuning::Fa3Forward kTuning =
-                tuning::fa3_forward_fp8({kHeadDim, kHeadDimV}, options.value, tile);
-            return dispatch<kFloat8, kInt8>(params.element_type, [&](auto type) {
-                using QKElement = std::conditional_t<type == kInt8, Int8, Float8>;
-                using Kernel =
-                    Fa3ForwardFp8<QKElement, kHeadDim, kHeadDimV, options.value, kTuning>;
-                return launch_fa3_forward<Kernel>(params, kernel.gpu.sms, stream);
-            });
+        return dispatch<kSmallQ, kUsual>(kernel.tile, [&](auto tile) {
+            constexpr auto kRow = row_of(tuning::kFa3ForwardFp8, {kHeadDim, kHeadDimV});
+            if constexpr (kRow.has_tile(options.value, tile)) {
+                constexpr tuning::Fa3ForwardShape kTuning =
+                    tuning::fa3_forward_fp8_shape({kHeadDim, kHeadDimV}, tile);
+                return dispatch<kFloat8, kInt8>(params.element_type, [&](auto type) {
+                    using QKElement = std::conditional_t<type == kInt8, Int8, Float8>;
+                    using Kernel =
+                        Fa3ForwardFp8<QKElement, kHeadDim, kHeadDimV, options.value, kTuning>;
+                    return launch_fa3_forward<Kernel>(params, kernel.gpu.sms, stream);
+                });
+            } else {
+                return kNoKernel;
+            }
         });
     });
 }

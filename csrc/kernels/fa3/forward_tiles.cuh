@@ -12,7 +12,6 @@
 
 #include "kernels/common/optimistic_softmax.cuh"
 #include "kernels/fa3/cta.cuh"
-#include "plan/launchers.h"
 #include "problem/score.cuh"
 #include "schedule/split_kv.cuh"
 #include "tile/wgmma.cuh"
@@ -33,11 +32,10 @@ FLASH_HOST_DEVICE TensorView with_heads_as_rows(const TensorView& q) {
 
 // Element is V's, QKElement Q's and K's.
 template <class Element, class QKElement, int kHeadDim_, int kHeadDimV, OptionSet kOptions,
-          tuning::Fa3Forward kTuning>
+          tuning::Fa3ForwardShape kTuning>
 struct Fa3ForwardTiles : Fa3Cta<Fa3ForwardParams, QueryTile, kTuning.consumers> {
     using Cta = typename Fa3ForwardTiles::Fa3Cta;
-    using Cta::group, Cta::head_k, Cta::kConsumers, Cta::params, Cta::release_and_advance,
-        Cta::work_tiles;
+    using Cta::group, Cta::kConsumers, Cta::params, Cta::release_and_advance, Cta::work_tiles;
     using typename Cta::WorkTiles, typename Cta::WorkTileState;
     static_assert(sizeof(Element) == sizeof(QKElement));
     static constexpr bool kMayHaveSplits =
@@ -120,7 +118,7 @@ struct Fa3ForwardTiles : Fa3Cta<Fa3ForwardParams, QueryTile, kTuning.consumers> 
     // --- Producers ---
 
     FLASH_DEVICE void describe_next(QueryTile& tile, int linear) const {
-        WorkTile work = work_tile(linear, params.schedule);
+        WorkTile work = work_tile(linear, params.tile_order);
         if constexpr (kMayHaveSplits) {
             tile.split = work.tile_index % params.num_splits;
             work.tile_index /= params.num_splits;
@@ -142,8 +140,8 @@ struct Fa3ForwardTiles : Fa3Cta<Fa3ForwardParams, QueryTile, kTuning.consumers> 
     template <class AlsoLoad>
     FLASH_DEVICE void produce_k(AlsoLoad also_load) const {
         typename KPipeline::State k;
-        const int total = cta_count(params.schedule);
-        const int at_once = params.schedule.tiles_at_once;
+        const int total = work_tile_count(params.tile_order);
+        const int at_once = params.tile_order.tiles_at_once;
         int linear = static_cast<int>(blockIdx.x) * at_once;
         bool started = false;
         const auto fetch = [&] {
@@ -157,7 +155,7 @@ struct Fa3ForwardTiles : Fa3Cta<Fa3ForwardParams, QueryTile, kTuning.consumers> 
             linear, total, fetch, [&](QueryTile& tile, int linear) { describe_next(tile, linear); },
             [&](const QueryTile& tile, const WorkTileState&) {
                 const KeyRows keys = key_rows(params, tile.sequence);
-                const int head = this->head_k(tile.head);
+                const int head = key_head(params, tile.head);
                 const VisibleTiles kv = tile.kv_tiles;
                 int next = 0;
                 for (int i = kv.end - 1; i >= kv.begin; --i) {
@@ -177,7 +175,7 @@ struct Fa3ForwardTiles : Fa3Cta<Fa3ForwardParams, QueryTile, kTuning.consumers> 
         typename VPipeline::State v;
         work_tiles.for_each([&](const QueryTile& tile) {
             const KeyRows keys = key_rows(params, tile.sequence);
-            const int head = this->head_k(tile.head);
+            const int head = key_head(params, tile.head);
             for (int i = tile.kv_tiles.end - 1; i >= tile.kv_tiles.begin; --i, v.advance()) {
                 const int first_key = tile.kv_tiles.tile(i) * kBlockKV;
                 load_tile<VTile, kKVBoxRows>(v_pipeline, v, params.v_map,
@@ -208,7 +206,7 @@ struct Fa3ForwardTiles : Fa3Cta<Fa3ForwardParams, QueryTile, kTuning.consumers> 
     template <class Visit>
     FLASH_DEVICE void for_each_q_load(const QueryTile& tile, Visit visit) const {
         const Sequence& s = tile.sequence;
-        TensorRows rows = query_rows<Element>(params.q, s, tile.head);
+        TensorRows rows = query_tensor_rows<Element>(params.q, s, tile.head);
 #pragma unroll 1
         for (int row = 0; row < kBlockQ; row += kQBoxRows) {
             const int query = query_of(tile, row);
@@ -407,12 +405,12 @@ struct Fa3ForwardTiles : Fa3Cta<Fa3ForwardParams, QueryTile, kTuning.consumers> 
         }
     }
 
-    // Stores 16 rows that need not be adjacent: row_of(row) is where each is, or null.
-    template <class RowOf>
-    static FLASH_DEVICE void store_apart(const Output& rO, int cols, RowOf row_of) {
+    // Stores 16 rows that need not be adjacent: pointer_of(row) is where each is, or null.
+    template <class PointerOf>
+    static FLASH_DEVICE void store_apart(const Output& rO, int cols, PointerOf pointer_of) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            auto* row = row_of(lane_row() + 8 * i);
+            auto* row = pointer_of(lane_row() + 8 * i);
             if (row == nullptr) continue;
 #pragma unroll
             for (int n = 0; n < Output::kN; ++n)
@@ -439,8 +437,10 @@ cudaError_t launch_fa3_forward(const ForwardParams& call, int sms, cudaStream_t 
                                encode_tensor_map<typename Kernel::VTile, Kernel::kKVBoxRows>(
                                    params.v_map, params.v, params.head_dim_v)})
         if (status != cudaSuccess) return status;
-    return launch_fa3<Kernel>(params, cta_count(params.schedule) / params.schedule.tiles_at_once,
-                              sms, stream);
+    const int works = work_tile_count(params.tile_order) / params.tile_order.tiles_at_once;
+    return launch_kernel<fa3_kernel<Kernel>>(min_of(works, sms), Kernel::kThreads,
+                                             sizeof(typename Kernel::SharedStorage), params,
+                                             stream);
 }
 
 }  // namespace flash_ext

@@ -157,7 +157,7 @@ struct WorkTilePipeline {
 
 // Where the queries of a sequence are, for TMA.
 template <class Element>
-FLASH_DEVICE TensorRows query_rows(const TensorView& view, const Sequence& s, int head) {
+FLASH_DEVICE TensorRows query_tensor_rows(const TensorView& view, const Sequence& s, int head) {
     return tensor_rows<Element>(view, s.batch, head, s.q_begin, s.seqlen_q);
 }
 

@@ -59,9 +59,9 @@ FLASH_DEVICE float& amax_of(const QuantizeParams& params, const RowTile& tile) {
 template <class Layout>
 FLASH_DEVICE void store_results(const QuantizeParams& params, const TilePosition<Layout>& at,
                                 const WarpRows<Layout>& results, const RowTile& tile) {
-    const int64_t row_bytes = int64_t{params.heads} * params.head_dim;
+    const int64_t row_stride = int64_t{params.heads} * params.head_dim;
     uint8_t* target = params.x_8bit +
-                      (int64_t{tile.batch} * params.rows + tile.begin + at.row()) * row_bytes +
+                      (int64_t{tile.batch} * params.rows + tile.begin + at.row()) * row_stride +
                       tile.head * params.head_dim + at.column();
     const uint32_t of_lane =
         ptx::shared_address(&results.x_8bit[Layout::swizzled_piece(2 * ptx::lane_not_hoisted())]);
@@ -72,7 +72,7 @@ FLASH_DEVICE void store_results(const QuantizeParams& params, const TilePosition
         ptx::ld_shared_v4(x, Layout::piece_address(of_lane, 64 * i));
         if (row >= tile.used) x[0] = x[1] = x[2] = x[3] = 0;
         if (row < tile.rows) *reinterpret_cast<uint4*>(target) = {x[0], x[1], x[2], x[3]};
-        target += 2 * Layout::kVectorRows * row_bytes;
+        target += 2 * Layout::kVectorRows * row_stride;
     }
 }
 

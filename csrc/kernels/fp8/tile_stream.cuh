@@ -16,8 +16,6 @@
 #include <cstdint>
 
 #include "kernels/common/launch.cuh"
-#include "plan/dispatch.h"
-#include "plan/launchers.h"
 #include "problem/quantize.h"
 #include "ptx/cluster.cuh"
 #include "ptx/cp_async.cuh"

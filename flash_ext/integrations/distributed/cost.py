@@ -119,7 +119,7 @@ class Call:
     """The visible pairs of the busiest rank's rows over the mean: 1 for a zigzag of one causal
     sequence. The ranks of ulysses share the heads, and so have the same work."""
 
-    documents: int = 1
+    documents: float = 1.0
     """Packed sequences; 1 without."""
 
     parts: float = 1.0

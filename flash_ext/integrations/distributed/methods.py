@@ -124,7 +124,12 @@ def work(shards: Sharding, mask: Mask) -> dict[str, Any]:
     """What `cost.Call` says of the visible pairs and of how ranks share them."""
     pairs = plan.visible_pairs(shards, mask)
     balance = shards.ranks * max(pairs) / max(sum(pairs), 1)
-    return {"balance": balance} | sizes(shards, mask)
+    return {"balance": _rounded(balance)} | sizes(shards, mask)
+
+
+def _rounded(x: float) -> float:
+    """To two digits, which is more than the model knows: like packings share its answers."""
+    return float(f"{x:.2g}")
 
 
 @kept()
@@ -133,7 +138,8 @@ def sizes(shards: Sharding, mask: Mask) -> dict[str, Any]:
     documents = len(mask.documents_of(shards.rows)) - 1
     parts = 2 * documents if shards.documents is not None else documents / shards.ranks
     share = plan.share(shards.rows, mask)
-    return {"share": share, "documents": max(1, documents), "parts": max(1, parts)}
+    facts = {"share": share, "documents": max(1, documents), "parts": max(1, parts)}
+    return {name: _rounded(x) for name, x in facts.items()}
 
 
 @kept()

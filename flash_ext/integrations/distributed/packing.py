@@ -338,6 +338,7 @@ class _Block(NamedTuple):
     """Whether its parts are the ends of their documents."""
 
 
+@kept()
 def _blocks(shards: Sharding, mask: Mask) -> list[list[_Block]] | None:
     """Of each rank, if there is no window, every document has rows, and ranks have few spans; then
     of a block's queries and another one's keys all documents are alike."""
