@@ -3,13 +3,11 @@
     python benchmarks/compare.py                                 # the standard grid, everything
     python benchmarks/compare.py --variants fa2 --peers flash    # under a minute on an H200
     python benchmarks/compare.py --d 96 192                      # the grid at other head dims
-    python benchmarks/compare.py --dtype bf16 fp16
     python benchmarks/compare.py --set gqa decode prefill   # grouped heads, few queries, one prompt
     python benchmarks/compare.py --set models                    # shapes of real models
     python benchmarks/compare.py --set fp8                       # FP8 forward, beside bf16
     python benchmarks/compare.py --sustained                     # back to back, at the power limit
     python benchmarks/compare.py --s 131072 --batch 1 --heads 32 --kv-heads 4 --sq 128
-    python benchmarks/compare.py --d 128 --causal --fwd --rounds 20
     python benchmarks/compare.py --device cpu                    # a smoke test
 
 The standard grid is bf16, 16,384 tokens, hidden size 2048, head dims 64, 128 and 256, S from 512

@@ -5,10 +5,8 @@
 #     bash benchmarks/everything.sh --record       # into benchmarks/results
 #     bash benchmarks/everything.sh --all --record FOLDER
 #
-# With --record, results go to a folder's <device>/<subject>.jsonl as soon as they are there, and
-# those of other cells stay: so single lines may run at the same time on several GPUs, and what is
-# interrupted keeps what it has. Peers that are separate packages, such as flash-attn 4, are measured
-# if they are installed. Exit status 1 if a part failed.
+# Results are recorded one by one, and those of other cells stay: single commands may run at the same
+# time on several GPUs. Packages such as flash-attn 4 are measured if they are installed.
 
 here=$(dirname "${BASH_SOURCE[0]}")
 all=false

@@ -11,16 +11,14 @@ Python around it; times of the host and answers of the package with any of its c
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
 import fcntl
 import functools
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -55,22 +53,14 @@ def read(path: Path) -> list[Json]:
 def append(path: Path, lines: list[Json]) -> None:
     """Add lines to a file, in place of older ones of the same cells, and of no others."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with exclusive(path.parent):
-        text = "".join(f"{json.dumps(line)}\n" for line in newest([*read(path), *lines]))
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(text)
-        os.replace(partial, path)  # an interrupted run leaves the old file intact
-
-
-@contextlib.contextmanager
-def exclusive(folder: Path) -> Iterator[None]:
-    """No other process is within this, of the same folder, at the same time."""
-    handle = os.open(folder, os.O_RDONLY)
+    folder = os.open(path.parent, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
+        fcntl.flock(folder, fcntl.LOCK_EX)  # processes on several GPUs may write to the same file
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text("".join(f"{json.dumps(x)}\n" for x in newest([*read(path), *lines])))
+        os.replace(partial, path)  # an interrupted run leaves the old file intact
     finally:
-        os.close(handle)
+        os.close(folder)
 
 
 def now() -> str:
@@ -126,9 +116,9 @@ class Recorder:
             append(self.path, [line])
         return line
 
-    def close(self, missing: Mapping[str, str] = MappingProxyType({})) -> None:
+    def close(self, missing: Json | None = None) -> None:
         """Say where the results are, and why peers are missing."""
-        for name, reason in missing.items():
+        for name, reason in (missing or {}).items():
             print(f"  not importable: {name}: {reason}")
         where = f"written to {self.path}" if self.path else "not written (--record, --out)"
         about = [f"{name} {self.setup[name]}" for name in ("torch", "kernels", "digest")]

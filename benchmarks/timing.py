@@ -16,9 +16,7 @@ import common
 import torch
 from common import Json
 
-FLUSH_BYTES = common.timing.FLUSH_BYTES
-Samples, balanced_orders = common.timing.Samples, common.timing.balanced_orders
-
+balanced_orders = common.timing.balanced_orders
 Around = Callable[[], AbstractContextManager[object]]
 
 HOST_ROUNDS, HOST_CALLS = 50, 20  # so few calls in a row that the GPU's queue takes them all
