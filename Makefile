@@ -95,10 +95,9 @@ sanitize: build
 	PYTHON=$(PY) bash tests/sanitize.sh $(ARGS)
 
 ## bench         measure again on the GPU what the documents show (ARGS=--record: into benchmarks/results)
-## bench BENCH=compare   one of benchmarks/ (ARGS=--help: how), or io, memory, numerics, train, ...
-BENCH ?= everything
+## bench BENCH=compare   one of benchmarks/ (ARGS=--help: how), or memory, train, options, ...
 bench: build
-	$(PY) benchmarks/$(BENCH).py $(ARGS)
+	$(if $(BENCH),$(PY) benchmarks/$(BENCH).py,PYTHON=$(PY) bash benchmarks/everything.sh) $(ARGS)
 
 ## report        put the measured tables and figures into README.md and docs/
 report: $(READY)

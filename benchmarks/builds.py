@@ -3,13 +3,12 @@
     pip install --target ../before flash_ext-*.whl           # or a checkout where it was built
     python benchmarks/builds.py --before ../before           # grid, decode, chunks, prefill
     python benchmarks/builds.py --before ../before --variants fa2 --set prefill
-    python benchmarks/builds.py --before ../before --set fp8 --d 128 --host
+    python benchmarks/builds.py --before ../before --set fp8 --d 128
 
 FOLDER/flash_ext is the build before. Each build runs in a process of its own, which computes and
 times when it is asked; both have the same inputs, cells are those of compare.py, and the results of
 both must agree. Turns are in the order ABBA, since the first of two calls finds a cooler GPU. A
-ratio is the time before over the time now: above 1 this build is faster. With --host the CPU's time
-for a call is compared likewise; it differs by 15 % between processes of one build.
+ratio is the time before over the time now: above 1 this build is faster.
 
 A cell names the build before ('over', a source digest). Exit status 1 if results differ, or if a
 build failed.
@@ -26,19 +25,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import common
-import host
 import torch
-from cells import Cell, add_grid, grid, place
+from cells import Cell, add_grid, geometric_mean, grid, place
 from common import Json, say
 from fp8_providers import FP8, FP8_PROVIDERS
 from providers import VARIANTS, Provider, Refused, relative_error, running, variant
-from ratios import geometric_mean
 from results import Recorder
 from timing import Timer
 
@@ -47,7 +44,6 @@ import flash_ext
 SETS = ("standard", "decode", "chunks", "prefill")
 TURNS = 4  # of each build in a cell
 LEAST = 0.98  # a cell below is called slower
-HOST_TURNS = 4
 FP8_NAMES = {p.name: p for p in FP8_PROVIDERS if p.ours}
 
 
@@ -111,11 +107,6 @@ class Build:
         name = "call"
         timed = self.timer.compare({name: self.call}, {name: self.estimate}, min_time)[name]
         return {"seconds": timed.seconds, "launch_bound": timed.launch_bound}
-
-    def host(self) -> Json:
-        """Microseconds of the CPU for a call, and for one with its backward."""
-        forward, step = host.calls(self.timer, [variant("auto")])
-        return {"forward": forward["auto"]["us"], "forward and backward": step["auto"]["us"]}
 
 
 def answer_requests(device: str) -> None:
@@ -193,36 +184,21 @@ def compare(
     )
 
 
-def compare_host(builds: dict[str, Remote]) -> Json:
-    """The CPU's microseconds for a call, medians of turns."""
-    found: dict[str, list[Json]] = {name: [] for name in builds}
-    for turn in range(HOST_TURNS):
-        for name in list(builds)[:: 1 if turn % 2 == 0 else -1]:
-            found[name].append(builds[name].ask("host"))
-    return {
-        what: {name: round(statistics.median(x[what] for x in f), 2) for name, f in found.items()}
-        for what in found["now"][0]
-    }
-
-
-def summarise(rows: list[Json]) -> list[Json]:
+def summary(rows: list[Json]) -> Iterator[str]:
     """Of each set, variant and direction: the mean of the ratios and the smallest."""
     groups: dict[tuple[str, str, str], list[Json]] = {}
     for row in rows:
         if "ratio" in row:
-            groups.setdefault((row["set"], row["variant"], row["direction"]), []).append(row)
-    found = []
-    for (name, ours, direction), group in groups.items():
+            groups.setdefault((row["variant"], row["direction"], row["set"]), []).append(row)
+    for (ours, direction, name), group in groups.items():
+        ratios = [r["ratio"] for r in group]
         least = min(group, key=lambda r: r["ratio"])
         queries = f", {least['seqlen_q']} queries" if least.get("seqlen_q") else ""
-        found.append({
-            "set": name, "variant": ours, "direction": direction, "cells": len(group),
-            "geometric_mean": round(geometric_mean([r["ratio"] for r in group]), 4),
-            "min": least["ratio"],
-            "min_at": place(least) + queries,
-            "below": sum(r["ratio"] < LEAST for r in group),
-        })  # fmt: skip
-    return found
+        yield (
+            f"{ours} {direction}, {name}: geometric mean {geometric_mean(ratios):.3f} of"
+            f" {len(group)} cells, {least['ratio']:.3f} at least ({place(least)}{queries}),"
+            f" {sum(r < LEAST for r in ratios)} below {LEAST:g}"
+        )
 
 
 def parse() -> argparse.Namespace:
@@ -233,7 +209,6 @@ def parse() -> argparse.Namespace:
     add("--before", type=Path, required=True, metavar="FOLDER", help="holds flash_ext/")
     add("--variants", nargs="*", choices=list(VARIANTS), help="default: all that run")
     add_grid(parser)
-    add("--host", action="store_true", help="the CPU's time per call, too")
     add("--min-time", type=float, default=0.06, help="seconds of calls per build and cell")
     add("--minutes", type=float, default=math.inf, help="begin no cell later")
     args = parser.parse_args()
@@ -270,10 +245,6 @@ def main() -> int:
     in_memory = "/dev/shm" if os.path.isdir("/dev/shm") else None  # results are large
     with tempfile.TemporaryDirectory(dir=in_memory) as folder:
         try:
-            if args.host:
-                for what, times in compare_host(builds).items():
-                    recorder.add({"host": what} | over, times)
-                    print(f"  {times['before']:.1f} us before, now {times['now']:.1f}")
             for name, cell, provider in common.progress(jobs, len(jobs), "cells"):
                 if time.monotonic() - started > 60 * args.minutes:
                     say(f"left out, no time: {len(jobs) - len(rows)} of {len(jobs)} cells")
@@ -285,10 +256,7 @@ def main() -> int:
         finally:
             for build in builds.values():
                 build.close()
-    for s in summarise(rows):
-        print(f"{s['variant']} {s['direction']}, {s['set']}: geometric mean"
-              f" {s['geometric_mean']:.3f} of {s['cells']} cells, {s['min']:.3f} at least"
-              f" ({s['min_at']}), {s['below']} below {LEAST:g}")  # fmt: skip
+    print("\n".join(summary(rows)))
     failed = [r for r in rows if "failed" in r]
     for row in failed:
         print(f"FAILED: {row['variant']} {row['direction']} {place(row)}: {row['failed']}")

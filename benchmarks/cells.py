@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 
 import torch
 from common import ROOT, Json
 from fp8_providers import FP8, Fp8Workload
-from providers import Workload
+from providers import BEST, BEST_OF, VARIANTS, Workload
 
 try:
     import tomllib
@@ -24,7 +25,6 @@ FP8_DIMS = {int(d): d_v for d, d_v in GRID["fp8_d"].items()}
 SETS = ("standard", "fp8", *SHAPES["sets"])
 SOURCES = {s["model"]: s["source"] for s in SHAPES["sets"]["models"]["shapes"]}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-TILE = 128  # rows
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,7 @@ class Cell:
     d_v: int = 0  # 0: d
     window: int = 0  # keys that a query sees, 0: all
     model: str = ""  # whose shape it is
-    near: str = ""  # whose neighbor it is, as "S x H"; or the shape itself
     sustained: bool = False  # measured back to back
-    graph: bool = False  # in a CUDA graph
 
     def flops(self) -> float:
         """Floating-point operations of the two (forward) or five (backward) matmuls.
@@ -90,17 +88,6 @@ class Cell:
         return {n: x for n, x in asdict(self).items() if x or n == "causal"}
 
 
-def neighbors(cell: Cell) -> Iterator[Cell]:
-    """Those of a shape; the shape itself comes first."""
-    cell = replace(cell, near=f"{cell.seqlen} x {cell.heads}")
-    yield cell
-    for more in (1, -1, TILE, -TILE, TILE // 2):
-        yield replace(cell, seqlen=cell.seqlen + more)
-    group = cell.heads // (cell.kv_heads or cell.heads)
-    kv_heads = (cell.kv_heads or cell.heads) + 1
-    yield replace(cell, heads=kv_heads * group, kv_heads=kv_heads if cell.kv_heads else 0)
-
-
 def on_grid_of(dtype: str, args: argparse.Namespace) -> Iterator[Cell]:
     """The standard grid, or what the options make of it."""
     cpu, fp8 = args.device == "cpu", dtype == FP8
@@ -125,23 +112,15 @@ def shapes_of(name: str, dtype: str, args: argparse.Namespace) -> Iterator[tuple
         return
     chosen = SHAPES["sets"][name]
     for shape in chosen["shapes"]:
-        fields = {"causal": True, "batch": 1} | chosen["all"] | shape
-        backward, near = fields.pop("backward", True), fields.pop("neighbors", False)
-        bound = fields.pop("cpu_seqlen", None)
+        fields = {"causal": True, "batch": 1} | chosen.get("all", {}) | shape
+        backward = fields.pop("backward", True)
         fields.pop("source", None)
-        cell = Cell(dtype, **fields)
-        if bound and args.device == "cpu":  # a small one with the head dims and the mask
-            kv = 1 if cell.kv_heads else 0
-            cell = replace(cell, heads=cell.heads // (cell.kv_heads or cell.heads), kv_heads=kv,
-                           seqlen=min(cell.seqlen, bound), batch=1,
-                           seqlen_q=min(cell.seqlen_q, bound // 4))  # fmt: skip
-            cell = replace(cell, window=min(cell.window, cell.seqlen))
-        yield from ((x, backward) for x in (neighbors(cell) if near else (cell,)))
+        yield Cell(dtype, **fields), backward
 
 
 def add_grid(parser: argparse.ArgumentParser) -> None:
     """Add the options that `grid` reads; those of sustained calls are compare.py's."""
-    parser.set_defaults(sustained=0.0, graph=False)
+    parser.set_defaults(sustained=0.0)
     add = parser.add_argument
     add("--dtype", nargs="*", choices=list(DTYPES), help="default: bf16, on a CPU fp32")
     add("--set", nargs="*", choices=SETS, help="default: standard")
@@ -164,14 +143,12 @@ def grid(args: argparse.Namespace) -> Iterator[Cell]:
         if name == "fp8" and dtype != dtypes[0]:  # it has a type of its own
             continue
         for shape, trained in shapes_of(name, dtype, args):
-            directions = ["forward", "backward"] if trained and not args.graph else ["forward"]
+            directions = ["forward", "backward"] if trained else ["forward"]
             if args.fwd != args.bwd:
                 wanted = "forward" if args.fwd else "backward"
                 directions = [d for d in directions if d == wanted]
             for direction in directions:
-                yield replace(
-                    shape, direction=direction, sustained=args.sustained > 0, graph=args.graph
-                )
+                yield replace(shape, direction=direction, sustained=args.sustained > 0)
 
 
 # ------------------------------------------------------------------- cells as results have them
@@ -181,21 +158,20 @@ def place(cell: Json) -> str:
 
 
 def shape_name(cell: Json) -> str:
-    """What a cell of a model, or of a sustained run, computes."""
+    """What a cell computes."""
     lengths = "x".join(str(x) for x in (cell.get("seqlen_q"), cell["seqlen"]) if x)
     heads = "/".join(str(x) for x in (cell["heads"], cell.get("kv_heads")) if x)
     dims = "/".join(str(x) for x in (cell["d"], cell.get("d_v")) if x)
     mask = "causal" if cell["causal"] else "full"
     if cell.get("window"):
         mask += f" window {cell['window']}"
-    graph = ", in a CUDA graph" if cell.get("graph") else ""
-    return f"{cell['batch']} x {lengths}, {heads} heads of {dims}, {mask}{graph}"
+    return f"{cell['batch']} x {lengths}, {heads} heads of {dims}, {mask}"
 
 
 def is_plain(cell: Json) -> bool:
     """Whether a cell has as many queries as keys, as many key heads as query heads, no window, no
-    model, is not of FP8 nor a neighbor, and was measured in bursts."""
-    others = ("seqlen_q", "kv_heads", "d_v", "window", "model", "near", "sustained", "graph")
+    model, is not of FP8, and was measured in bursts."""
+    others = ("seqlen_q", "kv_heads", "d_v", "window", "model", "near", "sustained")
     return cell["dtype"] != FP8 and not any(cell.get(name) for name in others)
 
 
@@ -225,3 +201,36 @@ def fp8_cells(cells: list[Json]) -> list[Json]:
     found = [c for c in cells if c["dtype"] == FP8 and c["seqlen"] in GRID["fp8_seqlen"]
              and not c.get("sustained") and has_grid_size(c)]  # fmt: skip
     return sorted(found, key=lambda c: (c["d"], c["causal"], c["seqlen"]))
+
+
+# ------------------------------------------------------------------------------------------ ratios
+def geometric_mean(values: list[float]) -> float:
+    """The geometric mean; NaN if there is nothing."""
+    return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan
+
+
+def ratios(cells: Iterable[Json], ours: str, peer: str) -> list[float]:
+    """How many times faster ``ours`` is than ``peer``: ratios of medians, cell by cell."""
+    pairs = [(c["providers"].get(ours, {}), c["providers"].get(peer, {})) for c in cells]
+    return [b["ms"] / a["ms"] for a, b in pairs if "ms" in a and "ms" in b]
+
+
+def fastest(cell: Json, names: Iterable[str]) -> Json | None:
+    """The result of the fastest of these that ran a cell, with its name as "of"."""
+    found = [
+        cell["providers"][n] | {"of": n} for n in names if "ms" in cell["providers"].get(n, {})
+    ]
+    return min(found, key=lambda r: r["ms"]) if found else None
+
+
+def with_best(cell: Json) -> Json:
+    """The cell with the best peer among its providers: the faster of cuDNN and flash-attn 4, where
+    both were measured. One alone is not the best of two."""
+    both = all("ms" in cell["providers"].get(n, {}) for n in BEST_OF)
+    best = {BEST: fastest(cell, BEST_OF)} if both else {}
+    return cell | {"providers": cell["providers"] | best}
+
+
+def best_of_peers(cell: Json) -> Json | None:
+    """The result of the fastest peer that ran a cell."""
+    return fastest(cell, [n for n in cell["providers"] if n not in VARIANTS and n != BEST])

@@ -1,21 +1,16 @@
-"""What every benchmark shares: the machine's description, its clocks, memory, progress."""
+"""What every benchmark shares: the machine's description, memory, progress."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import json
 import os
 import platform
-import shutil
-import statistics
 import subprocess
 import sys
-import threading
-import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,77 +36,14 @@ if importlib.util.find_spec("flash_ext") is None:  # not installed: measure the 
     sys.path.insert(0, str(ROOT))
 
 
-def smi_command(device: torch.device, fields: Iterable[str], *options: str) -> list[str]:
-    """nvidia-smi's, by the UUID, because CUDA_VISIBLE_DEVICES renumbers what torch sees."""
-    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
-    chosen = [f"--id=GPU-{uuid}"] if uuid else []
-    return ["nvidia-smi", *chosen, f"--query-gpu={','.join(fields)}", *options]
-
-
-def driver_version(device: torch.device) -> str | None:
+def driver_version() -> str | None:
     """The driver's, as nvidia-smi reports it; None without it."""
-    if shutil.which("nvidia-smi") is None:
-        return None
-    command = smi_command(device, ["driver_version"], "--format=csv,noheader")
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip().partition("\n")[0] or None if done.returncode == 0 else None
-
-
-class ClockLog:
-    """SM clock, power and temperature of a GPU over time, from a running nvidia-smi.
-
-    `power.draw` would be the mean of a second, in which other calls ran as well.
-    """
-
-    FIELDS = {
-        "sm_mhz": "clocks.sm",
-        "power_w": "power.draw.instant",
-        "temperature_c": "temperature.gpu",
-    }
-    PERIOD_MS, START_SECONDS = 50, 3.0
-
-    def __init__(self, device: torch.device) -> None:
-        self.samples: list[list[float]] = []
-        self.process: subprocess.Popen[str] | None = None
-        if device.type != "cuda" or shutil.which("nvidia-smi") is None:
-            return
-        self.process = subprocess.Popen(
-            smi_command(device, self.FIELDS.values(), "--format=csv,noheader,nounits", "-lms",
-                        str(self.PERIOD_MS)),
-            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-        )  # fmt: skip
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        assert self.process is not None and self.process.stdout is not None
-        for line in self.process.stdout:
-            self.add(line)
-
-    def add(self, line: str) -> None:
-        """One line of nvidia-smi; values that it cannot read ("[N/A]") are left out."""
-        with contextlib.suppress(ValueError):
-            self.samples.append([float(x) for x in line.split(",")])
-
-    def wait_for_sample(self) -> None:
-        """Return when there is one, or when there should have been: nvidia-smi takes a moment."""
-        end = time.monotonic() + self.START_SECONDS
-        while self.process is not None and not self.samples and time.monotonic() < end:
-            time.sleep(self.PERIOD_MS * 1e-3)
-
-    def since_last(self) -> dict[str, float]:
-        """Medians of the values since the last call; {} if there are none."""
-        found, self.samples = self.samples, []
-        columns = zip(*found, strict=True)
-        return {n: statistics.median(c) for n, c in zip(self.FIELDS, columns, strict=False)}
-
-    def close(self) -> None:
-        """End the nvidia-smi that was started."""
-        if self.process is not None:
-            self.process.terminate()
-            self.process.wait()
 
 
 def describe_setup(device: torch.device) -> Json:
@@ -135,7 +67,7 @@ def describe_setup(device: torch.device) -> Json:
         "torch": torch.__version__,
         "cuda": torch.version.cuda if cuda else None,
         "cudnn": torch.backends.cudnn.version() if cuda else None,
-        "driver": driver_version(device) if cuda else None,
+        "driver": driver_version() if cuda else None,
         "python": platform.python_version(),
         "kernels": kernels,
         "digest": source_digest(),
@@ -204,27 +136,17 @@ def free_memory(device: torch.device) -> None:
 
 
 def peak_extra_memory(call: Callable[[], object], device: torch.device) -> int:
-    """The most bytes that the allocator held for tensors during a call, less what it held before.
+    """The most bytes that CUDA's allocator held during a call, less what it held before.
 
     Outputs and temporaries count, inputs do not; for a backward call, what the forward call saved
-    does not either. On CUDA the caching allocator's own statistics. On CPU torch's profiler, which
-    sees every allocation and release of torch's CPU allocator.
+    does not either. 0 on a CPU, whose allocator does not count.
     """
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
+    if device.type != "cuda":
         call()
-        torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it logs every start and stop
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        call()
-    events = recorded.profiler.kineto_results.events()
-    held = peak = 0
-    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
+        return 0
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    call()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before

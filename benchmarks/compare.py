@@ -3,21 +3,18 @@
     python benchmarks/compare.py                                 # the standard grid, everything
     python benchmarks/compare.py --variants fa2 --peers flash    # under a minute on an H200
     python benchmarks/compare.py --d 96 192                      # the grid at other head dims
-    python benchmarks/compare.py --dtype bf16 fp16
     python benchmarks/compare.py --set gqa decode prefill   # grouped heads, few queries, one prompt
     python benchmarks/compare.py --set models                    # shapes of real models
-    python benchmarks/compare.py --set neighbors --peers         # shapes beside those of tables
     python benchmarks/compare.py --set fp8                       # FP8 forward, beside bf16
     python benchmarks/compare.py --sustained                     # back to back, at the power limit
     python benchmarks/compare.py --s 131072 --batch 1 --heads 32 --kv-heads 4 --sq 128
-    python benchmarks/compare.py --d 128 --causal --fwd --rounds 20
     python benchmarks/compare.py --device cpu                    # a smoke test
 
 The standard grid is bf16, 16,384 tokens, hidden size 2048, head dims 64, 128 and 256, S from 512
 to 16,384, causal and full: 72 cells. There are 2048 // d heads, also if d does not divide 2048: 21
 at d 96, 10 at d 192. A cell's FLOPs are 4 B H S S D, halved when causal, times 2.5 for backward.
 shapes.toml has the other sets. No provider is timed before its results agree with float32 standard
-attention. Beside each cell stand the SM clock and the power that nvidia-smi saw meanwhile.
+attention.
 
 --set fp8 is the forward in FP8, quantization not timed: fa3 with output in bfloat16 and cuDNN
 through nvidia-cudnn-frontend (imported as ``cudnn``) with output in FP8, beside fa3 and its peers
@@ -25,19 +22,16 @@ in bfloat16 on the inputs before quantization. Providers of FP8 are held against
 attention of what the FP8 numbers stand for.
 
 With --sustained each call runs back to back for a second or more, as in training, where the GPU
-comes to its power limit; clock, power and energy per call are those of that time. With --graph too
-the calls are those of a CUDA graph, for kernels that are shorter than a launch.
+comes to its power limit.
 
 With --record or --out the results of each shape are written as soon as they are there, each cell as
-a whole, because a ratio is meaningful only within one process. After --minutes no shape begins.
+a whole, because a ratio is meaningful only within one process.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -45,12 +39,11 @@ from typing import Any
 
 import common
 import torch
-from cells import Cell, add_grid, grid, place
-from common import Json, say
+from cells import Cell, add_grid, grid
+from common import Json
 from fp8_providers import FP8, FP8_PROVIDERS
 from providers import (
     PEERS,
-    VARIANTS,
     Provider,
     Workload,
     attempt,
@@ -60,12 +53,8 @@ from providers import (
     running,
     versions,
 )
-from ratios import geometric_mean, ratios
 from timing import Timer
 from torch import Tensor
-
-GRAPH_CALLS = 20
-SUSTAINED_SECONDS = 1.2
 
 
 def parse() -> argparse.Namespace:
@@ -73,21 +62,11 @@ def parse() -> argparse.Namespace:
     parser = command_line(__doc__, PEERS)
     add = parser.add_argument
     add_grid(parser)
-    add("--sustained", type=float, nargs="?", const=SUSTAINED_SECONDS, default=0.0,
-        metavar="SECONDS", help="each call back to back for so long"
-        f" ({SUSTAINED_SECONDS} s if not said)")  # fmt: skip
-    add(
-        "--graph",
-        action="store_true",
-        help=f"with --sustained: {GRAPH_CALLS} calls at a time in a CUDA graph; only forward",
-    )
+    add("--sustained", type=float, nargs="?", const=1.2, default=0.0, metavar="SECONDS",
+        help="each call back to back for so long (1.2 s if not said)")  # fmt: skip
     add("--min-time", type=float, default=0.1, help="seconds of calls per provider and cell")
     add("--rounds", type=int, help="calls per provider and cell, in place of --min-time")
-    add("--minutes", type=float, default=math.inf, help="begin no shape later")
-    args = parser.parse_args()
-    if args.graph and not (args.sustained and args.device.startswith("cuda")):
-        parser.error("--graph is for --sustained on a GPU")
-    return args
+    return parser.parse_args()
 
 
 class Bench:
@@ -97,8 +76,6 @@ class Bench:
         self.args, self.providers = args, providers
         self.device = torch.device(args.device)
         self.timer = Timer(self.device)
-        self.log = common.ClockLog(self.device)
-        self.clocks: dict[str, float] = {}  # and power, while a cell was timed
 
     def shape(self, cells: list[Cell]) -> Iterator[tuple[Cell, Json]]:
         """Measure the directions of one shape on the same inputs."""
@@ -140,8 +117,7 @@ class Bench:
                 calls[provider.name] = call
         times, reason = attempt(partial(self.times, cell, calls))
         for name in calls:
-            found = times[name] if times else reason
-            results[name] = found if "skipped" in found else found | results[name]
+            results[name] = times[name] | results[name] if times else reason
         return results
 
     def check(self, got: Any, provider: Provider, exact: list[Tensor]) -> float:
@@ -153,39 +129,20 @@ class Bench:
 
     def times(self, cell: Cell, calls: dict[str, Callable[[], object]]) -> Json:
         """Every call's times, or why a call has none."""
-        self.clocks = {}
         if cell.sustained:
-            at_once = GRAPH_CALLS if cell.graph else 1
-            found = self.timer.sustained(calls, self.args.sustained, at_once)
+            found = self.timer.sustained(calls, self.args.sustained)
         else:
-            self.log.since_last()
             found = self.timer.timed(calls, self.args.min_time, self.args.rounds)
-            self.clocks = self.log.since_last()
-        for result in (r for r in found.values() if "ms" in r):
+        for result in found.values():
             result["tflops"] = round(cell.flops() / result["ms"] * 1e-9, 4)
-            if cell.seqlen_q and not cell.sustained:
+            if cell.seqlen_q:
                 result["tbps"] = round(cell.kv_bytes() / result["ms"] * 1e-9, 4)
         return found
-
-
-def print_means(lines: list[Json], names: list[str]) -> None:
-    """The geometric mean of each variant's speed over each peer's, and the smallest."""
-    cells = [line["cell"] | line["result"] for line in lines]
-    for direction, dtype in sorted({(c["direction"], c["dtype"]) for c in cells}, reverse=True):
-        same = [c for c in cells if (c["direction"], c["dtype"]) == (direction, dtype)]
-        for ours in (n for n in names if n in VARIANTS or "fa3" in n):
-            for peer in (n for n in names if names.index(n) > names.index(ours)):
-                found = [(r[0], place(c)) for c in same if (r := ratios([c], ours, peer))]
-                if found:
-                    mean, least = geometric_mean([r for r, _ in found]), min(found)
-                    print(f"{dtype} {direction}, {ours} over {peer}: {mean:.3f}x, smallest"
-                          f" {least[0]:.3f}x ({least[1]}), {len(found)} cells")  # fmt: skip
 
 
 def main() -> int:
     """Run; the exit status is 1 if a variant of flash_ext was wrong or failed somewhere."""
     args = parse()
-    started = time.monotonic()
     cells = list(grid(args))
     if not cells:
         raise SystemExit("no cell left: see --causal, --full, --fwd, --bwd")
@@ -199,20 +156,12 @@ def main() -> int:
         shapes.setdefault(replace(cell, direction="forward"), []).append(cell)
 
     def run() -> Iterator[tuple[Cell, Json]]:
-        for begun, same_shape in enumerate(shapes.values()):
-            if time.monotonic() - started > 60 * args.minutes:
-                say(f"left out, no time: {len(shapes) - begun} of {len(shapes)} shapes")
-                return
+        for same_shape in shapes.values():
             yield from bench.shape(same_shape)
             common.free_memory(bench.device)  # one shape's graphs must not crowd out the next
 
-    try:
-        for cell, found in common.progress(run(), len(cells), "cells"):
-            state = {"gpu": bench.clocks} if bench.clocks else {}
-            recorder.add(cell.to_json(), state | {"providers": found}, **versions(providers))
-    finally:
-        bench.log.close()
-    print_means(recorder.lines, [p.name for p in providers])
+    for cell, found in common.progress(run(), len(cells), "cells"):
+        recorder.add(cell.to_json(), {"providers": found}, **versions(providers))
     recorder.close(missing)
     bad = [r for line in recorder.lines for p in providers
            if p.ours and (r := line["result"]["providers"].get(p.name, {})).get("skipped")

@@ -2,33 +2,23 @@
 
     python benchmarks/distributed.py                       # all GPUs of this machine
     python benchmarks/distributed.py --ranks 2 --lengths 32768
-    python benchmarks/distributed.py --documents --peers none
-    python benchmarks/distributed.py --lengths --train     # only examples/train_long.py's step
-    python benchmarks/distributed.py --brief --minutes 8   # what has not begun by then is left out
+    python benchmarks/distributed.py --methods ring --transport collectives --peers none
     torchrun --nproc-per-node 4 benchmarks/distributed.py  # the same, also on several machines
     python benchmarks/distributed.py --device cpu          # a smoke test with gloo
 
-Causal self-attention with the heads of Llama 3.1 8B, one sequence of so many tokens in all, and
---documents: packed causal documents whose lengths have a heavy tail. Every method of
-`flash_ext.integrations.distributed`, with the transport that it has there and with collectives;
-torch's context_parallel with each of its backends and rotations; and ring-flash-attn where it is
-installed. --train: a step of examples/train_long.py with this package, and with SDPA under
-context_parallel. --brief leaves out what takes most of the time: the rows with collectives, and
-torch's flash backend.
+Causal self-attention with the heads of Llama 3.1 8B, one sequence of so many tokens in all. Every
+method of `flash_ext.integrations.distributed`; torch's context_parallel with cuDNN, by each of its
+rotations; and ring-flash-attn where it is installed. packings.py has packed documents.
 
 Each rank is a process with one GPU. The providers are timed one after the other; before each call
 all ranks meet, and so do their GPUs. A call's time is that between CUDA events (on a CPU the wall
 clock) on the slowest rank, 'ms' the median of the rounds. A method and its kernels alone take
-turns, each right after the other equally often; if a round takes longer than --seconds, there are
-two, the second in the reverse order, since a GPU at its power limit gets slower. Backward is one
-torch.autograd.grad call on a graph that was built before. 'tflops' is per GPU: 4 H D FLOP a visible
-pair, 2.5 times that backward, over all ranks. 'kernels_ms' is the method's kernels alone, on the
-slowest rank and on keys that are there already, one call after the other, and 'share' that over
-'ms'. 'auto_ms' is what method='auto' takes in turns with a peer. 'peak_bytes' is the most memory a
-rank's allocator held during forward and backward, inputs included, 'shared_bytes' what it holds
-beside that for copies of the others. 'model_ms' is the cost model's time with this machine's
-measured kernels. torch's context_parallel is given as many KV heads as query heads if it refuses
-grouped ones: more K and V travel then. 'launch_bound' marks a call that the CPU may have delayed.
+turns, each right after the other equally often, since a GPU at its power limit gets slower.
+Backward is one torch.autograd.grad call on a graph that was built before. 'tflops' is per GPU: 4 H
+D FLOP a visible pair, 2.5 times that backward, over all ranks. 'kernels_ms' is the method's kernels
+alone, on the slowest rank and on keys that are there already, one call after the other, and 'share'
+that over 'ms'. 'peak_bytes' is the most memory a rank's allocator held during forward and backward,
+inputs included. 'launch_bound' marks a call that the CPU may have delayed.
 """
 
 from __future__ import annotations
@@ -38,16 +28,14 @@ import contextlib
 import gc
 import importlib.util
 import itertools
-import math
 import os
-import random
 import statistics
 import subprocess
 import sys
 import time
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -56,61 +44,37 @@ import common
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import Json, first_line, say
+from common import Json, first_line
 from results import Recorder, add_output
 from timing import balanced_orders
 from torch import Tensor
 
 from flash_ext.integrations import distributed as cp
-from flash_ext.integrations.distributed import cost, local, methods, plan, symmetric
+from flash_ext.integrations.distributed import local, plan, symmetric
 
-sys.path.append(str(common.ROOT / "examples"))
-import train_long  # noqa: E402
-
+CAUSAL = plan.Mask(None, 0, None)
+LAYOUT = "zigzag"
 LENGTHS, CPU_LENGTHS = (32768, 131072, 1048576), (256,)
-DOCUMENT_TOKENS, CPU_DOCUMENT_TOKENS = 131072, 256
-MOST_ROUNDS, FEWEST_ROUNDS, WARM_UP = 20, 3, 2
+MOST_ROUNDS, FEWEST_ROUNDS = 20, 2
 AHEAD = 20_000_000  # cycles that the GPU waits, so that the host is ahead when a call begins
 FACTORS = {"forward": 1.0, "backward": 2.5}  # of the forward's FLOPs
-TRAINED, STEPS = ("auto", "torch"), 5  # methods of train_long.py
 
 
 @dataclass(frozen=True)
 class Cell:
     """One sequence on so many ranks, and attention's heads in one layer."""
 
-    kind: str  # "causal" or "documents"
     rows: int
     ranks: int
     heads_q: int = 32
     heads_k: int = 8
     dim: int = 128
-    documents: tuple[int, ...] | None = None
-
-    @property
-    def mask(self) -> plan.Mask:
-        return plan.Mask(None, 0, self.documents)
-
-    @property
-    def pairs(self) -> int:
-        """(query, key) that are visible."""
-        return sum(plan.visible_pairs(cp.sharding(self.rows, 1), self.mask))
 
     @property
     def flops(self) -> float:
         """Of a forward pass, on all ranks."""
-        return 4.0 * self.heads_q * self.dim * self.pairs
-
-
-def heavy_tail(rows: int, seed: int = 0) -> tuple[int, ...]:
-    """cu_seqlens of documents whose lengths follow a power law: most short, few very long."""
-    draw = random.Random(seed)
-    edges = [0]
-    while edges[-1] < rows:
-        edges.append(
-            min(rows, edges[-1] + int(min(rows / 2, rows / 256 * draw.paretovariate(0.9))))
-        )
-    return tuple(edges)
+        pairs = sum(plan.visible_pairs(cp.sharding(self.rows, 1), CAUSAL))
+        return 4.0 * self.heads_q * self.dim * pairs
 
 
 # ------------------------------------------------------------------------------------- providers
@@ -129,6 +93,7 @@ class Provider:
         return lambda: torch.autograd.grad(out, self.leaves, self.dout, retain_graph=True)
 
 
+TORCH, RING = "torch cudnn_attention {}", "zigzag_ring_flash_attn_func"
 THEIRS = importlib.util.find_spec("flash_attn") is not None  # Is flash-attn installed?
 
 
@@ -138,61 +103,44 @@ class Ranks:
     def __init__(self, cell: Cell, device: torch.device, dtype: torch.dtype) -> None:
         self.cell, self.device, self.dtype = cell, device, dtype
         self.rank = dist.get_rank()
+        self.rows = cp.sharding(cell.rows, cell.ranks, LAYOUT).lengths[self.rank]
 
-    def rows_of(self, layout: str, across: int | None = None) -> int:
-        """This rank's; `across`: of the ranks across which two levels split the rows first."""
-        across = across or self.cell.ranks
-        shards = cp.sharding(self.cell.rows, across, layout, self.cell.documents)
-        return shards.nested(self.cell.ranks // across).lengths[self.rank]
-
-    def inputs(self, rows: int, heads_k: int | None = None) -> tuple[list[Tensor], Tensor]:
+    def inputs(self, rows: int) -> tuple[list[Tensor], Tensor]:
         """q, k and v, requiring gradients, and dout: (1, rows, H, D)."""
-        cell, heads_k = self.cell, heads_k or self.cell.heads_k
+        cell = self.cell
         like = {"device": self.device, "dtype": self.dtype}
         q, k, v, dout = (
             torch.randn(1, rows, heads, cell.dim, **like)
-            for heads in (cell.heads_q, heads_k, heads_k, cell.heads_q)
+            for heads in (cell.heads_q, cell.heads_k, cell.heads_k, cell.heads_q)
         )
         return [x.requires_grad_() for x in (q, k, v)], dout
 
 
-def ours(ranks: Ranks, method: str, layout: str, transport: str = "auto") -> Provider:
+def ours(ranks: Ranks, method: str, transport: str) -> Provider:
     """A method of this package."""
-    cell = ranks.cell
-    packed = cell.documents is not None
-    group: Any = None
-    across, name = None, method
-    if method.startswith("two_level"):
-        across = 2
-        group = dist.device_mesh.init_device_mesh(
-            ranks.device.type, (across, cell.ranks // across), mesh_dim_names=("across", "within")
-        )
-        method = method.removeprefix("two_level_")
-    leaves, dout = ranks.inputs(ranks.rows_of(layout, across))
+    leaves, dout = ranks.inputs(ranks.rows)
 
     def forward() -> Tensor:
-        tensors = [x[0] for x in leaves] if packed else leaves
-        out = cp.attention(
-            *tensors, causal=True, method=method, layout=layout, group=group,
-            cu_seqlens=cell.documents, seqlen=cell.rows, transport=transport,
+        return cp.attention(
+            *leaves, causal=True, method=method, layout=LAYOUT, seqlen=ranks.cell.rows,
+            transport=transport,
         )  # fmt: skip
-        return out[None] if packed else out
 
     engines = symmetric.has_engines(transport, dist.group.WORLD, ranks.device)
     facts = {"transport": "copy_engines" if engines else "collectives"}
-    return Provider(title(name, layout, transport), forward, tuple(leaves), dout, facts=facts)
+    return Provider(title(method, transport), forward, tuple(leaves), dout, facts=facts)
 
 
 class Kernels:
     """The kernels of a rank alone, on random keys: of some rows and all heads, the calls of the
     all-gather, or of all rows and some heads, those of Ulysses."""
 
-    def __init__(self, ranks: Ranks, layout: str, by_heads: bool) -> None:
+    def __init__(self, ranks: Ranks, by_heads: bool) -> None:
         cell = ranks.cell
         by_rows = 1 if by_heads else cell.ranks
         rank = 0 if by_heads else ranks.rank
-        shards = cp.sharding(cell.rows, by_rows, layout, cell.documents)
-        self.calls = plan.as_batch(plan.gathered(shards, rank, cell.mask))
+        shards = cp.sharding(cell.rows, by_rows, LAYOUT)
+        self.calls = plan.as_batch(plan.gathered(shards, rank, CAUSAL))
         (q, _, _), dout = ranks.inputs(shards.lengths[rank])
         (_, k, v), _ = ranks.inputs(cell.rows)
         self.q, self.dout, self.k, self.v = (
@@ -220,20 +168,16 @@ class Kernels:
         return backward
 
 
-def torchs(ranks: Ranks, backend: str, rotation: str, heads_k: int | None = None) -> Provider:
-    """torch's context_parallel: causal, its own zigzag; with every query head's own K and V where
-    it does not take grouped ones."""
+def torchs(ranks: Ranks, rotation: str) -> Provider:
+    """torch's context_parallel with cuDNN: causal, its own zigzag."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._attention import set_rotate_method
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     cell = ranks.cell
-    if cell.documents is not None:
-        raise NotImplementedError("context_parallel has no documents")
     mesh = init_device_mesh(ranks.device.type, (cell.ranks,))
-    used = heads_k or cell.heads_k
-    leaves, dout = ranks.inputs(cell.rows // cell.ranks, used)
+    leaves, dout = ranks.inputs(cell.rows // cell.ranks)
     heads_first = [x.detach().transpose(1, 2).requires_grad_() for x in leaves]
 
     @contextlib.contextmanager
@@ -241,33 +185,22 @@ def torchs(ranks: Ranks, backend: str, rotation: str, heads_k: int | None = None
         set_rotate_method(rotation)
         buffers = [torch.zeros(2 * cell.ranks, device=ranks.device)]  # it cannot do without one
         with (
-            sdpa_kernel(getattr(SDPBackend, backend)),
+            sdpa_kernel(SDPBackend.CUDNN_ATTENTION),
             context_parallel(mesh, buffers=buffers, buffer_seq_dims=[0]),
         ):
             yield
 
-    found = Provider(
-        f"torch {backend.lower()} {rotation}",
+    return Provider(
+        TORCH.format(rotation),
         # Looked up in each call: context_parallel puts its own function there.
-        lambda: F.scaled_dot_product_attention(
-            *heads_first, is_causal=True, enable_gqa=used != cell.heads_q
-        ),
+        lambda: F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True),
         tuple(heads_first),
         dout.transpose(1, 2),
         around,
-        {"heads_k": used},
     )
-    if heads_k is None:
-        try:
-            with found.around():
-                found.backward_of(found.forward())()
-        except Exception as wrong:  # on every rank
-            say(f"torch's context_parallel, grouped heads: {first_line(wrong)}")
-            return torchs(ranks, backend, rotation, cell.heads_q)
-    return found
 
 
-def ring_flash_attns(ranks: Ranks, function: str) -> Provider:
+def ring_flash_attns(ranks: Ranks) -> Provider:
     """ring-flash-attn's, over the flash_attn that is installed, or over flash_ext's drop-in."""
     if not THEIRS:
         import flash_ext.flash_attn as drop_in
@@ -280,44 +213,32 @@ def ring_flash_attns(ranks: Ranks, function: str) -> Provider:
     sys.modules["ring_flash_attn.adapters"] = types.SimpleNamespace(
         substitute_hf_flash_attn=None, update_ring_flash_attn_params=None
     )
-    call = getattr(importlib.import_module("ring_flash_attn"), function)
-    if ranks.cell.documents is not None:
-        raise NotImplementedError("its packed functions want every document divisible")
-    leaves, dout = ranks.inputs(ranks.rows_of("zigzag"))
+    call = getattr(importlib.import_module("ring_flash_attn"), RING)
+    leaves, dout = ranks.inputs(ranks.rows)
     return Provider(
-        f"ring-flash-attn {function}", lambda: call(*leaves, causal=True), tuple(leaves), dout,
+        f"ring-flash-attn {RING}", lambda: call(*leaves, causal=True), tuple(leaves), dout,
         facts={"over": "flash_attn" if THEIRS else "flash_ext.flash_attn"},
     )  # fmt: skip
 
 
-def title(name: str, layout: str, transport: str = "auto") -> str:
+def title(method: str, transport: str) -> str:
     """What a method of this package is called in results."""
-    return f"{name} {layout}" + (f", {transport}" if transport != "auto" else "")
+    return f"{method} {LAYOUT}" + (f", {transport}" if transport != "auto" else "")
 
 
 def providers(
     ranks: Ranks, args: argparse.Namespace
 ) -> Iterator[tuple[str, Callable[[], Provider]]]:
     """Names and makers of all that are asked for."""
-    layouts = ("zigzag",) if ranks.cell.documents is None else ("zigzag", "document_zigzag")
-    names = list(args.methods)
-    if ranks.cell.ranks >= 4 and ranks.cell.ranks % 2 == 0 and args.two_level:
-        names += ["two_level_all_gather", "two_level_ring"]
-    for layout in layouts:
-        for method in names:
-            yield title(method, layout), partial(ours, ranks, method, layout)
-        if ranks.device.type == "cuda" and not args.brief:
-            for method in names:
-                there = method, layout, "collectives"
-                yield title(*there), partial(ours, ranks, *there)
-    if args.peers in ("all", "torch") and ranks.device.type == "cuda":
-        for backend in ("CUDNN_ATTENTION", "FLASH_ATTENTION")[: 1 if args.brief else 2]:
-            for rotation in ("allgather", "alltoall"):
-                name = f"torch {backend.lower()} {rotation}"
-                yield name, partial(torchs, ranks, backend, rotation)
-    if args.peers in ("all", "ring-flash-attn") and ranks.device.type == "cuda":
-        for function in ("zigzag_ring_flash_attn_func", "ring_flash_attn_func"):
-            yield f"ring-flash-attn {function}", partial(ring_flash_attns, ranks, function)
+    for method in args.methods:
+        yield title(method, args.transport), partial(ours, ranks, method, args.transport)
+    if ranks.device.type != "cuda":
+        return
+    if args.peers in ("all", "torch"):
+        for rotation in ("allgather", "alltoall"):
+            yield TORCH.format(rotation), partial(torchs, ranks, rotation)
+    if args.peers in ("all", "ring-flash-attn"):
+        yield f"ring-flash-attn {RING}", partial(ring_flash_attns, ranks)
 
 
 # ---------------------------------------------------------------------------------------- timing
@@ -357,23 +278,10 @@ class Clock:
         dist.all_reduce(found, dist.ReduceOp.MAX)
         return float(found.item())
 
-    def over(self, end: float) -> bool:
-        """Whether `end` has passed on any rank, so that all begin what comes next, or none."""
-        return self.slowest(time.monotonic() - end) > 0
-
     def median(self, calls: dict[str, Callable[[], object]]) -> dict[str, float]:
         """Seconds of each call on the slowest rank; they take turns. `late` names those that the
-        CPU delayed in most rounds, on any rank. Where one round takes longer than all may, a
-        second one has the reverse order, and the result is their mean."""
-        self.late = set()
+        CPU delayed in most rounds, on any rank."""
         orders = balanced_orders(list(calls))
-        first = {name: self.slowest(self.once(calls[name])[0]) for name in orders[0]}
-        if sum(first.values()) > self.limit:
-            again = {name: self.slowest(self.once(calls[name])[0]) for name in reversed(orders[0])}
-            return {name: (first[name] + again[name]) / 2 for name in calls}
-        for call in calls.values():
-            for _ in range(WARM_UP):
-                call()
         first = {name: self.slowest(self.once(call)[0]) for name, call in calls.items()}
         rounds = int(self.limit / max(sum(first.values()), 1e-6))
         rounds = max(FEWEST_ROUNDS, min(MOST_ROUNDS, rounds))
@@ -388,30 +296,18 @@ class Clock:
         return {name: statistics.median(values) for name, values in times.items()}
 
 
-def measure(
-    provider: Provider,
-    clock: Clock,
-    cell: Cell,
-    backward: bool,
-    beside: dict[str, Provider | Kernels],
-) -> Json:
-    """Times, memory and rates of one provider, and times of the calls beside it: by turns."""
+def measure(provider: Provider, clock: Clock, cell: Cell, kernels: Kernels | None) -> Json:
+    """Times, memory and rates of one provider, in turns with its kernels alone if it is ours."""
     result: Json = {"provider": provider.name, **provider.facts}
-    passes = list(FACTORS)[: 2 if backward else 1]
     if clock.cuda:
         torch.cuda.reset_peak_memory_stats()
     with provider.around():
-        out = provider.forward()
-        if backward:
-            provider.backward_of(out)()
-        del out
+        provider.backward_of(provider.forward())()
     clock.meet()
     if clock.cuda:
         result["peak_bytes"] = int(clock.slowest(torch.cuda.max_memory_allocated()))
-        if provider.facts.get("transport") == "copy_engines":
-            result["shared_bytes"] = symmetric.capacity(dist.group.WORLD)
-    every: dict[str, Provider | Kernels] = {"ms": provider} | beside
-    for which in passes:
+    every: dict[str, Any] = {"ms": provider} | ({"kernels_ms": kernels} if kernels else {})
+    for which, factor in FACTORS.items():
         with provider.around():
             if which == "forward":
                 with torch.no_grad():
@@ -419,7 +315,7 @@ def measure(
             else:
                 found = clock.median({n: x.backward_of(x.forward()) for n, x in every.items()})
         seconds = found["ms"]
-        flops = cell.flops * FACTORS[which] / cell.ranks
+        flops = cell.flops * factor / cell.ranks
         result[which] = {"ms": seconds * 1e3, "tflops": flops / seconds / 1e12}
         if "ms" in clock.late:
             result[which]["launch_bound"] = True
@@ -429,143 +325,55 @@ def measure(
     return result
 
 
-def add_model(result: Json, method: str, cell: Cell, device: torch.device) -> None:
-    """The cost model's times, with the kernels' measured speeds, beside the measured times."""
-    machine = methods.machine_of(device, dist.group.WORLD, result["transport"] == "copy_engines")
-    per_rank = cell.flops / cell.ranks
-    speeds = {n: per_rank * factor / (result[n]["kernels_ms"] * 1e-3)
-              for n, factor in FACTORS.items() if n in result}  # fmt: skip
-    machine = replace(machine, **speeds)
-    call = cost.Call(
-        batch=1, rows=cell.rows, heads_q=cell.heads_q, heads_k=cell.heads_k, dim=cell.dim,
-        dim_v=cell.dim, ranks=cell.ranks, share=cell.pairs / cell.rows**2,
-    )  # fmt: skip
-    forward = cost.estimate(method, replace(call, gradients=False), machine).total
-    both = cost.estimate(method, call, machine).total
-    for name, seconds in (("forward", forward), ("backward", both - forward)):
-        if name in result:
-            result[name]["model_ms"] = seconds * 1e3
-
-
-def free_memory(device: str) -> None:
-    """Give back what is unused, and forget how much was held."""
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-
-
-def run_provider(ranks: Ranks, make: Callable[[], Provider], clock: Clock, backward: bool) -> Json:
+def run_provider(ranks: Ranks, make: Callable[[], Provider], clock: Clock) -> Json:
     """One provider's result in a cell."""
     provider = make()
-    method, _, layout = provider.name.partition(" ")
-    ours_too = method in cp.METHODS
-    if ours_too:
-        kernels = Kernels(ranks, layout.partition(", ")[0], method == "ulysses")
-        beside: Json = {"kernels_ms": kernels}
-    else:
-        beside = {"auto_ms": ours(ranks, "auto", "zigzag")}
-    result = measure(provider, clock, ranks.cell, backward, beside)
-    if ours_too:
-        add_model(result, method, ranks.cell, ranks.device)
-    return result
+    method, _, _ = provider.name.partition(" ")
+    kernels = Kernels(ranks, method == "ulysses") if method in cp.METHODS else None
+    return measure(provider, clock, ranks.cell, kernels)
 
 
-def run_cell(ranks: Ranks, args: argparse.Namespace, end: float) -> Iterator[Json]:
-    """Every provider's result in one cell, of those that begin before `end` on all ranks."""
+def run_cell(ranks: Ranks, args: argparse.Namespace) -> Iterator[Json]:
+    """Every provider's result in one cell."""
     cell = ranks.cell
     clock = Clock(ranks.device, args.seconds)
     for name, make in providers(ranks, args):
-        if clock.over(end):
-            if ranks.rank == 0:
-                say(f"left out, no time: {name} and what comes after it, {cell.rows:,} rows")
-            return
-        free_memory(ranks.device.type)
+        gc.collect()
+        common.free_memory(ranks.device)
         try:
-            result = run_provider(ranks, make, clock, args.backward)
+            result = run_provider(ranks, make, clock)
         except Exception as wrong:  # a peer that is absent or cannot, on every rank
             result = {"provider": name, "error": first_line(wrong)}
-        keys = asdict(cell)
-        del keys["documents"]
-        yield keys | result
+        yield {"kind": "causal"} | asdict(cell) | result
 
 
 # ------------------------------------------------------------------------------------- processes
-def cells(args: argparse.Namespace, ranks: int, cpu: bool) -> Iterator[Cell]:
-    """All that are asked for."""
-    heads = (2 * ranks, ranks, 16) if cpu else ()
-    lengths = (CPU_LENGTHS if cpu else LENGTHS) if args.lengths is None else args.lengths
-    for rows in lengths:
-        yield Cell("causal", rows, ranks, *heads)
-    if args.documents:
-        rows = CPU_DOCUMENT_TOKENS if cpu else DOCUMENT_TOKENS
-        yield Cell("documents", rows, ranks, *heads, documents=heavy_tail(rows))
+IDENTITY = ("kind", "rows", "ranks", "provider", "heads_q", "heads_k", "dim")
 
 
-def work(
-    args: argparse.Namespace, store: Callable[[Json], object] = lambda found: None
-) -> list[Json]:
-    """This rank's part of everything, in a default group that exists; `store` is called on rank 0
-    with each result."""
+def work(args: argparse.Namespace, recorder: Recorder | None = None) -> list[Json]:
+    """This rank's part of everything, in a default group that exists; rank 0 has a recorder."""
     cpu = args.device == "cpu"
     device = torch.device("cpu") if cpu else torch.device("cuda", torch.cuda.current_device())
     dtype = torch.float32 if cpu else torch.bfloat16
     torch.manual_seed(dist.get_rank())
-    end = time.monotonic() + 60 * args.minutes
     found: list[Json] = []
-    asked = list(cells(args, dist.get_world_size(), cpu))
-    first = dist.get_rank() == 0
-    for cell in common.progress(asked, len(asked), "cells") if first else asked:
-        for result in run_cell(Ranks(cell, device, dtype), args, end):
+    ranks = dist.get_world_size()
+    heads = (2 * ranks, ranks, 16) if cpu else ()
+    lengths = args.lengths or (CPU_LENGTHS if cpu else LENGTHS)
+    asked = [Cell(rows, ranks, *heads) for rows in lengths]
+    for cell in common.progress(asked, len(asked), "cells") if recorder else asked:
+        for result in run_cell(Ranks(cell, device, dtype), args):
             found.append(result)
-            if first:
-                store(result)
-    clock = Clock(device, args.seconds)
-    for method in TRAINED if args.train else ():
-        if clock.over(end):
-            if first:
-                say(f"left out, no time: training with {method} and what comes after it")
-            break
-        found.append(training(method, args.device))
-        if first:
-            store(found[-1])
+            if recorder:
+                added = {name: result[name] for name in IDENTITY}
+                recorder.add(added, {n: x for n, x in result.items() if n not in IDENTITY})
     return found
-
-
-def training(method: str, device: str) -> Json:
-    """Speed of examples/train_long.py's step."""
-    place = f"cuda:{torch.cuda.current_device()}" if device == "cuda" else device
-    config = train_long.config_of(place, steps=STEPS)
-    names = ("layers", "heads", "kv_heads", "width")
-    result = {"kind": "training", "rows": config.seq, "ranks": dist.get_world_size(),
-              "provider": method} | {name: getattr(config, name) for name in names}  # fmt: skip
-    free_memory(device)
-    asked = argparse.Namespace(method=method, layout="zigzag", recompute=True)
-    try:
-        losses, seconds = train_long.train(config, asked)
-    except Exception as wrong:  # on every rank
-        return result | {"error": first_line(wrong)}
-    peak = {"peak_bytes": torch.cuda.max_memory_allocated()} if device == "cuda" else {}
-    step = statistics.median(seconds)
-    return result | {
-        "seconds": step, "tokens_per_second": config.seq / step, "losses": losses,
-    } | peak  # fmt: skip
 
 
 def failed(found: list[Json]) -> int:
     """1 if a method of this package has an error in place of a result."""
-    names = [x["provider"].split()[0].removeprefix("two_level_") for x in found if "error" in x]
-    return int(any(name in ("auto", *cp.METHODS) for name in names))
-
-
-IDENTITY = ("kind", "rows", "ranks", "provider", "heads_q", "heads_k", "dim", "layers", "heads",
-            "kv_heads", "width")  # fmt: skip
-
-
-def store_in(recorder: Recorder, result: Json) -> None:
-    """Write a result."""
-    cell = {name: result[name] for name in IDENTITY if name in result}
-    recorder.add(cell, {name: x for name, x in result.items() if name not in IDENTITY})
+    return int(any("error" in x and x["provider"].split()[0] in cp.METHODS for x in found))
 
 
 def parse(given: list[str] | None = None) -> argparse.Namespace:
@@ -576,13 +384,8 @@ def parse(given: list[str] | None = None) -> argparse.Namespace:
     add("--ranks", type=int, help="processes; default: a GPU each, on a CPU 2")
     add("--lengths", type=int, nargs="*", help=f"tokens in all; default {LENGTHS}")
     add("--methods", nargs="*", default=list(cp.METHODS), choices=cp.METHODS)
-    add("--two-level", action="store_true", help="two levels too, from 4 ranks on")
-    add("--documents", action="store_true", help="packed documents too")
-    add("--train", action="store_true", help="a training step, too")
-    add("--backward", action=argparse.BooleanOptionalAction, default=True)
+    add("--transport", choices=["auto", "collectives"], default="auto")
     add("--peers", choices=["all", "none", "torch", "ring-flash-attn"], default="all")
-    add("--brief", action="store_true", help="without collectives and torch's flash backend")
-    add("--minutes", type=float, default=math.inf, help="begin nothing later than that")
     add("--seconds", type=float, default=4.0, help="for the rounds of a provider in a cell")
     add("--timeout", type=float, default=120.0, help="seconds until a collective that hangs ends")
     add_output(parser)
@@ -600,13 +403,10 @@ def main() -> int:
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=args.timeout))
-    if dist.get_rank() == 0:
-        setup = common.describe_setup(torch.device(args.device))
-        recorder = Recorder("distributed", setup, args)
-        found = work(args, partial(store_in, recorder))
+    recorder = common.begin("distributed", args) if dist.get_rank() == 0 else None
+    found = work(args, recorder)
+    if recorder:
         recorder.close()
-    else:
-        found = work(args)
     dist.destroy_process_group()
     return failed(found)
 

@@ -1,4 +1,4 @@
-"""FP8 attention for compare.py --set fp8: fa3, cuDNN, and the inputs that both take."""
+"""FP8 attention: quantized inputs, the ways to get them, and the providers that take them."""
 
 from __future__ import annotations
 
@@ -8,18 +8,99 @@ import importlib
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from fp8_inputs import LARGEST, METHODS, PER_TENSOR, SCALE_ROWS, Quantized
 from providers import BEST_OF, Attend, Provider, Refused, Workload
 from torch import Tensor
 
 import flash_ext
+import flash_ext.reference
+from flash_ext import fp8
 
+SCALE_ROWS = 128  # rows of a block
+LARGEST = torch.finfo(torch.float8_e4m3fn).max
 FP8 = "fp8"  # the dtype of cells of FP8 attention
 
 
+class Quantized(NamedTuple):
+    """8-bit numbers and what they are multiplied by, as `flash_ext.attention` takes them."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    q_descale: Tensor | None = None
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
+
+    @property
+    def descales(self) -> dict[str, Tensor | None]:
+        """The three, by the name of their option."""
+        return {name: getattr(self, name) for name in ("q_descale", "k_descale", "v_descale")}
+
+    def first_queries(self, rows: int) -> Quantized:
+        """Only the first rows of q."""
+        descale = self.q_descale
+        if descale is not None and descale.dim() == 3:
+            descale = descale[..., : (rows + SCALE_ROWS - 1) // SCALE_ROWS].contiguous()
+        return self._replace(q=self.q[:, :rows], q_descale=descale)
+
+    def attend(self, causal: bool = False, out_dtype: torch.dtype = torch.float16) -> Tensor:
+        """out of the variant that explain chooses."""
+        return flash_ext.attention(
+            self.q, self.k, self.v, causal=causal, out_dtype=out_dtype, **self.descales
+        )
+
+    def exact(self) -> Tensor:
+        """out in float64, where nothing is rounded, without a mask."""
+        found: Tensor = flash_ext.reference.attention(
+            self.q, self.k, self.v, out_dtype=torch.float64, **self.descales
+        )[0]
+        return found
+
+
+@dataclass(frozen=True)
+class Method:
+    """How float16 or bfloat16 becomes FP8; see `flash_ext.fp8.quantize`."""
+
+    scales: str  # of q and k
+    scales_v: str
+    rotated: bool = False
+    smooth: bool = False  # is the mean of k subtracted?
+    qk_dtype: torch.dtype = torch.float8_e4m3fn
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, seed: int = 0) -> Quantized:
+        """Quantize; the rotation's signs are the seed's."""
+        signs = None
+        if self.rotated:
+            generator = torch.Generator().manual_seed(seed)
+            signs = fp8.random_signs(q.shape[-1], generator=generator).to(q.device)
+        mean = fp8.token_mean(k) if self.smooth else None
+        pairs = (
+            fp8.quantize(q, self.qk_dtype, scales=self.scales, signs=signs),
+            fp8.quantize(k, self.qk_dtype, scales=self.scales, signs=signs, mean=mean),
+            fp8.quantize(v, scales=self.scales_v),
+        )
+        numbers, descales = zip(*pairs, strict=True)
+        return Quantized(*numbers, *descales)
+
+
+PER_TENSOR = "one scale per tensor"
+OURS_IN_FP8 = "flash_ext.fp8.attention in FP8: the same, with v by channels"
+OURS = "flash_ext.fp8.attention: the same, with q and k in int8"
+METHODS = {
+    PER_TENSOR: Method("tensor", "tensor"),
+    "one scale per tensor, rotation": Method("tensor", "tensor", rotated=True),
+    "one scale per head": Method("head", "head"),
+    "blocks of q and k, v by heads": Method("block", "head"),
+    "blocks and rotation": Method("block", "head", rotated=True),
+    "blocks and rotation, mean of k subtracted": Method("block", "head", True, True),
+    OURS_IN_FP8: Method("block", "channel", rotated=True, smooth=True),
+    OURS: Method("block", "channel", rotated=True, smooth=True, qk_dtype=torch.int8),
+}
+
+
+# ------------------------------------------------------------------------------------- providers
 def not_called(*_: object) -> Tensor:
     """`Fp8Provider.prepare` is."""
     raise NotImplementedError
@@ -46,11 +127,10 @@ class Fp8Provider(Provider):
 class Fp8Variant(Fp8Provider):
     """flash_ext's fa3 with output in bfloat16.
 
-    With `blocks` it gets the scale of a tensor as scales of blocks and channels, which are what
+    It gets the scale of a tensor as scales of blocks and channels, which are what
     `flash_ext.fp8.attention` makes, so that their cost counts.
     """
 
-    blocks: bool = True
     int8: bool = False  # q and k, with the scale of a tensor too
 
     @property
@@ -62,19 +142,17 @@ class Fp8Variant(Fp8Provider):
             x = with_int8(x)
         batch, _, kv_heads, _ = x.k.shape
         assert x.q_descale is not None and x.k_descale is not None and x.v_descale is not None
-        options = {"q_descale": x.q_descale, "k_descale": x.k_descale, "v_descale": x.v_descale}
-        if self.blocks:
-            blocks = [-(-y.shape[1] // SCALE_ROWS) for y in (x.q, x.k)]
-            options = {
-                "q_descale": x.q_descale.expand(batch, x.q.shape[2], blocks[0]).contiguous(),
-                "k_descale": x.k_descale.expand(batch, kv_heads, blocks[1]).contiguous(),
-                "v_descale": x.v_descale.expand(batch, kv_heads, x.v.shape[3]).contiguous(),
-            }
-        reason = flash_ext.explain(x.q, x.k, x.v, causal=causal, **options).reasons["fa3"]
+        blocks = [-(-y.shape[1] // SCALE_ROWS) for y in (x.q, x.k)]
+        descales = {
+            "q_descale": x.q_descale.expand(batch, x.q.shape[2], blocks[0]).contiguous(),
+            "k_descale": x.k_descale.expand(batch, kv_heads, blocks[1]).contiguous(),
+            "v_descale": x.v_descale.expand(batch, kv_heads, x.v.shape[3]).contiguous(),
+        }
+        reason = flash_ext.explain(x.q, x.k, x.v, causal=causal, **descales).reasons["fa3"]
         if reason is not None:
             raise Refused(reason)
         q, k, v = x[:3]
-        return lambda: flash_ext.attention(q, k, v, causal=causal, variant="fa3", **options)
+        return lambda: flash_ext.attention(q, k, v, causal=causal, variant="fa3", **descales)
 
 
 def with_int8(x: Quantized) -> Quantized:
@@ -175,7 +253,6 @@ class CudnnFp8(Fp8Provider):
 
 FP8_PROVIDERS: tuple[Fp8Provider, ...] = (
     Fp8Variant("fa3_fp8"),
-    Fp8Variant("fa3_fp8_tensor", blocks=False),
     Fp8Variant("fa3_int8", int8=True),
     CudnnFp8("cudnn_fp8", limits=(1e-1, 3e-1)),  # its output is rounded as well
 )

@@ -4,16 +4,14 @@
     python benchmarks/host.py --variants fa3 --peers cudnn
 
 On tensors so small that the GPU's work is nothing: forward without gradients, and forward and
-backward through autograd; both eager and under torch.compile.
+backward through autograd.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
-from types import FunctionType
 
 import common
 import torch
@@ -23,50 +21,29 @@ from timing import Around, Timer
 
 SHAPE = (1, 128, 4, 64)
 PEERS_TIMED = ("flash", "cudnn", "flash_attn_4")
-FORWARD, BOTH, COMPILED = "forward", "forward and backward", ", compiled"
+CALLS = ("forward", "forward and backward")
 
 
-def compiled_provider(provider: Provider) -> Provider:
-    """The provider under torch.compile, which identifies a function by its code object.
-
-    Two providers with the same code would run the same graph, so each has its own copy.
-    """
-    attend = provider.attend
-    assert isinstance(attend, FunctionType)
-    code = attend.__code__.replace(co_name=f"attend_{provider.name}")
-    copy = FunctionType(
-        code, attend.__globals__, code.co_name, attend.__defaults__, attend.__closure__
-    )
-    return replace(provider, attend=torch.compile(copy, fullgraph=True))
-
-
-def calls(timer: Timer, providers: list[Provider]) -> tuple[Json, Json]:
-    """The CPU's time for one call of each: forward, and forward with backward."""
+def times(timer: Timer, providers: list[Provider], gradients: bool) -> Json:
+    """The CPU's time for one call of each: forward, or forward with backward."""
     dtype = torch.float32 if timer.device.type == "cpu" else torch.bfloat16
     work = Workload(SHAPE, dtype, timer.device)
-    forward: dict[str, tuple[Callable[[], object], Around]] = {}
-    step: dict[str, tuple[Callable[[], object], Around]] = {}
+    calls: dict[str, tuple[Callable[[], object], Around]] = {}
     skipped: Json = {}
 
-    def prepare(provider: Provider) -> tuple[Callable[[], object], Callable[[], object]]:
-        both = work.bare(provider, causal=True), work.step(provider, causal=True)
-        with provider.around():
-            both[1]()
-            with torch.no_grad():
-                both[0]()
-        return both
+    def prepare(provider: Provider) -> Callable[[], object]:
+        call = (work.step if gradients else work.bare)(provider, causal=True)
+        with torch.set_grad_enabled(gradients), provider.around():
+            call()
+        return call
 
     for provider in providers:
-        name, around = provider.name, provider.around
-        both, reason = attempt(partial(prepare, provider))
-        if both is None:
-            skipped[name] = reason
+        call, reason = attempt(partial(prepare, provider))
+        if call is None:
+            skipped[provider.name] = reason
         else:
-            forward[name], step[name] = ((call, around) for call in both)
-    return (
-        skipped | timer.host(forward, gradients=False),
-        skipped | timer.host(step, gradients=True),
-    )
+            calls[provider.name] = call, provider.around
+    return skipped | timer.host(calls, gradients)
 
 
 def main() -> int:
@@ -76,11 +53,9 @@ def main() -> int:
     names = args.variants or running(recorder.device)
     found, missing = collect(names, args.peers)
     providers, timer = [variant("auto"), *found], Timer(recorder.device)
-    eager, compiled = calls(timer, providers), calls(timer, [*map(compiled_provider, providers)])
     cell = dict(zip(("batch", "seqlen", "heads", "d"), SHAPE, strict=True))
-    whats = (FORWARD, BOTH, FORWARD + COMPILED, BOTH + COMPILED)
-    for what, times in zip(whats, (*eager, *compiled), strict=True):
-        recorder.add({"call": what} | cell, {"providers": times})
+    for what, gradients in zip(CALLS, (False, True), strict=True):
+        recorder.add({"call": what} | cell, {"providers": times(timer, providers, gradients)})
     recorder.close(missing)
     return int(any("skipped" in line["result"]["providers"][n]
                    for line in recorder.lines for n in names))  # fmt: skip

@@ -1,7 +1,7 @@
 """Peak extra memory of attention, forward and backward, from S = 1k up to where a method stops.
 
     python benchmarks/memory.py               # on the GPU
-    python benchmarks/memory.py --device cpu  # shorter sequences, the CPU kernels
+    python benchmarks/memory.py --device cpu  # a smoke test, which counts no bytes
 
 For each variant the growth is fitted: the exponent is the slope of log(bytes) over log(S), and
 must stay under 1.1 (the papers' O(N) extra memory); standard attention's is near 2. A method stops
@@ -14,10 +14,10 @@ from __future__ import annotations
 import argparse
 import gc
 import math
+import statistics
 import sys
 import time
 from collections.abc import Callable
-from typing import NamedTuple
 
 import common
 import torch
@@ -26,25 +26,13 @@ from providers import Provider, Workload, attempt, collect, command_line, runnin
 
 EXPONENT_LIMIT = 1.1
 PEERS_ASKED = ("flash", "cudnn", "efficient", "standard")
-DIRECTIONS = ("forward", "backward", "both")  # both: with what is saved between the two
+DIRECTIONS = ("forward", "both")  # both: forward and backward, with what is saved between
 
 
-class Growth(NamedTuple):
-    """A fit of peak extra memory over the sequence length."""
-
-    exponent: float  # slope of log(bytes) over log(S): 1 is linear, 2 quadratic
-    bytes_per_token: float  # at the longest sequence measured
-
-
-def fit(points: dict[int, int]) -> Growth:
-    """Least squares in log-log over {S: bytes}; needs two lengths."""
-    xs = [math.log(s) for s in points]
-    ys = [math.log(max(b, 1)) for b in points.values()]
-    mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
-    slope = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True))
-    slope /= sum((x - mean_x) ** 2 for x in xs)
-    longest = max(points)
-    return Growth(round(slope, 4), round(points[longest] / longest, 1))
+def exponent(points: dict[int, int]) -> float:
+    """The slope of log(bytes) over log(S), of two lengths or more: 1 is linear, 2 quadratic."""
+    logs = [[math.log(max(x, 1)) for x in values] for values in (points, points.values())]
+    return round(statistics.linear_regression(*logs).slope, 4)
 
 
 def prepare(
@@ -53,8 +41,6 @@ def prepare(
     """The call whose memory is measured."""
     if direction == "forward":
         return work.forward(provider, causal)
-    if direction == "backward":
-        return work.backward(provider, causal)
     return lambda: work.backward(provider, causal)()
 
 
@@ -95,7 +81,7 @@ def measure(
             )
             break
         points[seqlen], seconds = found
-    growth = fit(points)._asdict() if len(points) > 1 else {}
+    growth = {"exponent": exponent(points)} if len(points) > 1 else {}
     return {"bytes": points, **growth, **ends}
 
 
@@ -113,9 +99,8 @@ def parse() -> argparse.Namespace:
 
 def is_linear(result: Json) -> bool:
     """Whether memory was measured to grow linearly, as far as the call runs."""
-    return "refused" in result or (
-        "stopped" not in result and result.get("exponent", math.nan) < EXPONENT_LIMIT
-    )
+    grows = "stopped" in result or result.get("exponent", math.inf) >= EXPONENT_LIMIT
+    return "refused" in result or not grows
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""What each option costs, and packed sequences of mixed lengths.
+"""What each option costs, packed sequences of mixed lengths, and gradients that repeat.
 
     python benchmarks/options.py                 # all tables, under a minute on an H200
     python benchmarks/options.py --only mix
@@ -6,11 +6,10 @@
 
 First table: bf16, B 4, S 4096, 16 heads, head dims 64 and 128, causal and full. The plain call
 and the same call with one option on take turns, round by round; an option's cost is the ratio of
-the medians. Its range says how far the quartiles of the two would move that ratio.
+the medians.
 
-Second table: packed self-attention over sequences of a long-tailed mix of lengths, in the order
-drawn, ascending and descending, beside a dense call of about equal FLOPs and torch's varlen_attn.
-FLOPs are 4 H d sum(len^2), halved when causal, times 2.5 for backward.
+Second table: packed self-attention over sequences of a long-tailed mix of lengths, beside torch's
+varlen_attn. FLOPs are 4 H d sum(len^2), halved when causal, times 2.5 for backward.
 
 Third table: the backward call of the first table's plain one, as usual and deterministic, of
 flash_ext's variants and of SDPA's backends under torch.use_deterministic_algorithms.
@@ -25,7 +24,6 @@ import functools
 import inspect
 import itertools
 import math
-import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -46,7 +44,6 @@ TABLES = ("options", "mix", "deterministic")  # each a method of Bench
 REPEATS = " deterministic"
 REPEATING = ("fa3", "fa2"), ("flash", "cudnn")  # variants and peers of the third table
 PLAIN = "plain"
-SEED = 55  # of the lengths: 16 sequences, so 1k in the mean, and the longest is 8192
 # (variant, direction) of the first table; fa1's backward would take as long as all the others. The
 # second table leaves fa1 out.
 MEASURED = (
@@ -84,15 +81,14 @@ class Sizes:
     seqlen: int
     heads: int
     head_dims: tuple[int, ...]
-    tokens: int  # of the mix
-    longest: int
+    mix: tuple[int, ...]  # lengths of the second table: drawn from a log-normal distribution
     hidden: int
-    rounding: int  # the dense call's sequence length is a multiple of it
     dtype: torch.dtype
 
 
-GPU = Sizes(4, 4096, 16, (64, 128), 16384, 8192, 2048, 128, torch.bfloat16)
-CPU = Sizes(1, 64, 4, (64, 128), 256, 128, 128, 16, torch.float32)
+MIX = (13, 8192, 187, 1019, 252, 1099, 520, 585, 39, 1251, 91, 418, 15, 294, 1059, 1350)
+GPU = Sizes(4, 4096, 16, (64, 128), MIX, 2048, torch.bfloat16)
+CPU = Sizes(1, 64, 4, (64, 128), (13, 128, 1, 20), 128, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -258,22 +254,6 @@ def option_calls(sizes: Sizes, d: int, causal: bool, device: torch.device) -> di
     }
 
 
-def draw_lengths(tokens: int, longest: int, seed: int = SEED) -> list[int]:
-    """Log-normal lengths, cut at ``longest``, until they add up to ``tokens``."""
-    source = random.Random(seed)
-    lengths: list[int] = []
-    while (left := tokens - sum(lengths)) > 0:
-        drawn = round(source.lognormvariate(math.log(longest / 20), 1.5))
-        lengths.append(min(max(1, drawn), longest, left))
-    return lengths
-
-
-def dense_seqlen(lengths: list[int], batch: int, rounding: int) -> int:
-    """S of a dense call with ``batch`` sequences and about the FLOPs of these lengths."""
-    same = math.sqrt(sum(n * n for n in lengths) / batch)
-    return max(rounding, round(same / rounding) * rounding)
-
-
 class Bench:
     """Checks and times calls on one device."""
 
@@ -332,42 +312,26 @@ class Bench:
             plain = results[PLAIN]
             for result in (r for r in results.values() if "ms" in r and "ms" in plain):
                 result["ratio"] = round(result["ms"] / plain["ms"], 4)
-                edges = (result["q1_ms"] / plain["q3_ms"], result["q3_ms"] / plain["q1_ms"])
-                result["ratio_range"] = [round(x, 4) for x in edges]
             yield {"variant": variant, "direction": direction}, results | refused
 
     def mix(self, sizes: Sizes, d: int, causal: bool) -> Iterator[tuple[Json, Json]]:
         """The second table's cells of one head dim and mask."""
-        drawn = draw_lengths(sizes.tokens, sizes.longest)
-        batch, seqlen = 2, dense_seqlen(drawn, 2, sizes.rounding)
+        lengths = sizes.mix
         heads = max(1, sizes.hidden // d)
-        normal = functools.partial(torch.randn, dtype=sizes.dtype, device=self.device)
-        tensors = [normal(sum(drawn), heads, d) for _ in range(3)]
-
-        def packed(lengths: list[int]) -> Call:
-            ends = itertools.accumulate(lengths, initial=0)
-            cu = torch.tensor(list(ends), dtype=torch.int32, device=self.device)
-            return Call(*tensors, {"causal": causal, "cu_seqlens_q": cu, "cu_seqlens_k": cu})
-
-        dense = Call(*(normal(batch, seqlen, heads, d) for _ in range(3)), {"causal": causal})
+        tensors = torch.randn(3, sum(lengths), heads, d, dtype=sizes.dtype, device=self.device)
+        ends = itertools.accumulate(lengths, initial=0)
+        cu = torch.tensor(list(ends), dtype=torch.int32, device=self.device)
+        call = Call(*tensors, {"causal": causal, "cu_seqlens_q": cu, "cu_seqlens_k": cu})
+        flops = 4 * heads * d * sum(n * n for n in lengths) * (0.5 if causal else 1)
         for variant, direction in self.those_that_run(MIXED, d):
-            attend = ours(variant)
             calls = {
-                "dense": (dense, attend),
-                "as drawn": (packed(drawn), attend),
-                "ascending": (packed(sorted(drawn)), attend),
-                "descending": (packed(sorted(drawn, reverse=True)), attend),
-                "varlen_attn": (packed(drawn), varlen_attn(max(drawn))),
+                "as drawn": (call, ours(variant)),
+                "varlen_attn": (call, varlen_attn(max(lengths))),
             }
             results = self.times(calls, direction)
-            factor = 4 * heads * d * (0.5 if causal else 1) * (2.5 if direction != "forward" else 1)
-            for name, result in results.items():
-                if "ms" in result:
-                    squares = batch * seqlen**2 if name == "dense" else sum(n * n for n in drawn)
-                    result["tflops"] = round(factor * squares / result["ms"] * 1e-9, 4)
-            speed = results["dense"].get("tflops")
-            for result in (r for r in results.values() if speed and "tflops" in r):
-                result["over_dense"] = round(result["tflops"] / speed, 4)
+            for result in (r for r in results.values() if "ms" in r):
+                factor = 1 if direction == "forward" else 2.5
+                result["tflops"] = round(factor * flops / result["ms"] * 1e-9, 4)
             yield {"variant": variant, "direction": direction, "heads": heads}, results
 
     def deterministic(self, sizes: Sizes, d: int, causal: bool) -> Iterator[tuple[Json, Json]]:
@@ -402,11 +366,10 @@ def size_of(table: str, sizes: Sizes) -> Json:
     dtype = str(sizes.dtype).removeprefix("torch.")
     if table != "mix":
         return {"dtype": dtype, "batch": sizes.batch, "seqlen": sizes.seqlen, "heads": sizes.heads}
-    lengths = draw_lengths(sizes.tokens, sizes.longest)
+    lengths = sizes.mix
     return {
         "dtype": dtype, "tokens": sum(lengths), "sequences": len(lengths),
-        "shortest": min(lengths), "longest": max(lengths), "dense_batch": 2,
-        "dense_seqlen": dense_seqlen(lengths, 2, sizes.rounding),
+        "shortest": min(lengths), "longest": max(lengths),
     }  # fmt: skip
 
 

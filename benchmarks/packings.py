@@ -6,9 +6,8 @@
 
 A step is --layers calls of `flash_ext.integrations.distributed.attention` with the same documents,
 forward and backward. Steps with documents that no step had before are timed beside steps with the
-same ones again, each packing with itself, so both have the same work and "auto" the same method;
-and the memory of a rank is read while --packings of them go by. Prints JSON, and each result on
-stderr when it is there.
+same ones again, each packing with itself, so both have the same work and "auto" the same method.
+Prints JSON.
 
 With --alone there are no other ranks, kernels or copies: a step is what the host does until a call
 has its plan and the numbers of it that go to a device.
@@ -22,10 +21,8 @@ import json
 import os
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -37,12 +34,9 @@ from torch import Tensor
 
 from flash_ext.integrations import distributed as cp
 from flash_ext.integrations.distributed import request
-from flash_ext.integrations.distributed.on_device import Kept
 
 METHODS = (*cp.METHODS, "auto")
 LAYOUTS = ("document_zigzag", "zigzag")
-AGAIN = 4  # steps with one packing, beside steps with one each
-READ_AT = (0, 64, 256, 512, 1024, 2048, 4096, 10_000)  # packings: when memory is read
 
 
 def packings(args: argparse.Namespace, seed: int = 0) -> Iterator[tuple[int, ...]]:
@@ -53,18 +47,6 @@ def packings(args: argparse.Namespace, seed: int = 0) -> Iterator[tuple[int, ...
         cuts = sorted(draw.sample(range(1, free + args.documents), args.documents - 1))
         inner = (cut + (i + 1) * (args.shortest - 1) for i, cut in enumerate(cuts))
         yield (0, *inner, args.tokens)
-
-
-def resident() -> int:
-    """Bytes of this process's memory."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
-
-
-def kept_bytes() -> int:
-    """Bytes of what the package keeps for later calls, by its own count."""
-    modules = [x for name, x in sys.modules.items() if name.startswith(cp.__name__)]
-    caches = {id(x): x for module in modules for x in vars(module).values() if isinstance(x, Kept)}
-    return sum(x.nbytes for x in caches.values())
 
 
 class Steps:
@@ -156,45 +138,6 @@ def times(steps: Steps, args: argparse.Namespace) -> Json:
     return result | {"host_ms_more": statistics.median(more), "least_host_ms_more": min(more)}
 
 
-def in_a_row(steps: Steps, args: argparse.Namespace) -> Json:
-    """Milliseconds of a step among others, without a wait between them: as in training. Packings
-    are new in each step, or in one of AGAIN steps, which tells what the same ones again take."""
-    every = packings(args, seed=1)
-    took: dict[int, float] = {}
-    for count in (1, AGAIN, 1, AGAIN):  # the first round only warms up
-        new = [next(every) for _ in range(args.steps)]
-        steps.meet()
-        start = time.perf_counter()
-        for edges in (x for x in new for _ in range(count)):
-            steps.step(edges)
-        steps.meet()
-        took[count] = 1e3 * (time.perf_counter() - start) / args.steps
-    same = (took[AGAIN] - took[1]) / (AGAIN - 1)
-    return {"ms_same_in_a_row": same, "ms_new_in_a_row": took[1]}
-
-
-def report(found: Json, args: argparse.Namespace) -> None:
-    """Print what is there already, for a run that is ended early."""
-    if dist.get_rank() == args.rank:
-        print(json.dumps(found), file=sys.stderr, flush=True)
-
-
-def memory(steps: Steps, args: argparse.Namespace) -> list[Json]:
-    """Bytes of this rank while new packings go by."""
-    found: list[Json] = []
-    for number, edges in enumerate(packings(args, seed=2)):
-        if number in READ_AT or number == args.packings:
-            found.append({"packings": number, "resident": resident(), "kept": kept_bytes()})
-            if steps.device.type == "cuda":
-                found[-1]["allocated"] = torch.cuda.memory_allocated()
-                found[-1]["reserved"] = torch.cuda.memory_reserved()
-            report(found[-1], args)
-        if number == args.packings:
-            break
-        steps.step(edges)
-    return found
-
-
 def work(args: argparse.Namespace, device: torch.device) -> Json:
     """This rank's results."""
     kind = Alone if args.alone else Steps
@@ -202,18 +145,11 @@ def work(args: argparse.Namespace, device: torch.device) -> Json:
     for layout, method in itertools.product(args.layouts, args.methods):
         steps = kind(args, device, method, layout)
         cells.append({"method": method, "layout": layout} | times(steps, args))
-        if not args.alone:
-            cells[-1] |= in_a_row(steps, args)
-        report(cells[-1], args)
     ranks = dist.get_world_size()
-    small = argparse.Namespace(**vars(args) | {"layers": 1, "heads": (ranks, ranks), "dim": 16})
     names = ("alone", "tokens", "documents", "shortest", "layers", "heads", "dim", "steps")
     about = {name: getattr(args, name) for name in names}
     setup = common.describe_setup(device)
-    return {
-        **setup, **about, "ranks": ranks, "cells": cells,
-        "memory": memory(kind(small, device, args.methods[0], args.layouts[0]), small),
-    }  # fmt: skip
+    return {**setup, **about, "ranks": ranks, "cells": cells}
 
 
 def alone(args: argparse.Namespace) -> Json:
@@ -244,10 +180,8 @@ def parse(given: list[str] | None = None) -> argparse.Namespace:
     add("--dim", type=int, default=128)
     add("--steps", type=int, default=30, help="that are timed")
     add("--warm-up", type=int, default=5)
-    add("--packings", type=int, default=10_000, help="while memory is read")
     add("--methods", nargs="*", default=list(METHODS), choices=METHODS)
     add("--layouts", nargs="*", default=list(LAYOUTS), choices=LAYOUTS)
-    add("--out", help="a file for what is printed, too")
     return parser.parse_args(given)
 
 
@@ -264,8 +198,6 @@ def main() -> None:
         found = work(args, place if args.device == "cuda" else torch.device("cpu"))
     if dist.get_rank() == args.rank:
         print(json.dumps(found, indent=1))
-        if args.out:
-            common.write_json(Path(args.out), found)
     dist.destroy_process_group()
 
 

@@ -6,7 +6,6 @@ import argparse
 import functools
 import importlib
 import importlib.metadata
-import itertools
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
@@ -29,8 +28,8 @@ LABELS = {
     "auto": "flash_ext", "fa1": "flash_ext fa1", "fa2": "flash_ext fa2", "fa3": "flash_ext fa3",
     "sdpa": "SDPA", "flash": "SDPA flash", "cudnn": "SDPA cuDNN", "efficient": "SDPA efficient",
     "flash_attn_2": "flash-attn 2", "flash_attn_3": "flash-attn 3", "flash_attn_4": "flash-attn 4",
-    "best_peer": "best peer", "standard": "standard attention", "naive": "naive softmax, float32",
-    "fa3_fp8": "flash_ext fa3, FP8", "fa3_fp8_tensor": "flash_ext fa3, FP8, one scale per tensor",
+    "best_peer": "best peer", "standard": "standard attention",
+    "fa3_fp8": "flash_ext fa3, FP8",
     "fa3_int8": "flash_ext fa3, q and k in int8", "cudnn_fp8": "cuDNN, FP8",
 }  # fmt: skip
 # Relative errors beyond which a result is wrong: of the whole, and of the worst block of rows.
@@ -304,39 +303,27 @@ class Workload:
         last LAST_ROWS rows of out.
         """
         (batch, seqlen_q, heads, _), (_, seqlen_k, kv_heads, _) = self.q.shape, self.k.shape
-        group = heads // kv_heads
-        of_queries = self.q, self.dout
+        q, dout = self.q, self.dout
         if not gradients and 4 * seqlen_q * seqlen_k > self.MATRIX_BYTES:
-            seqlen_q = min(seqlen_q, self.LAST_ROWS)
-            of_queries = self.q[:, -seqlen_q:], self.dout[:, -seqlen_q:]
-        # One key head per batch entry, so that a chunk may hold any number of heads.
-        inputs = [
-            x.transpose(1, 2).reshape(batch * kv_heads, -1, *x.shape[1::2]).transpose(1, 2)
-            for x in (of_queries[0], self.k, self.v, of_queries[1])
-        ]
-        matrices = max(1, self.CHUNK_BYTES // (4 * seqlen_q * seqlen_k))
-        step, heads_step = max(1, matrices // group), min(group, matrices)
-        kinds = (3, 0, 1, 2)  # out, dq, dk, dv: as dout, q, k, v
-        results = [torch.zeros_like(inputs[kind], dtype=torch.float32) for kind in kinds]
-        for first, first_head in itertools.product(
-            range(0, batch * kv_heads, step), range(0, group, heads_step)
-        ):
-            part, of_group = slice(first, first + step), slice(first_head, first_head + heads_step)
-            q, k, v, dout = (x[part].float() for x in inputs)
-            q, dout = q[:, :, of_group], dout[:, :, of_group]
-            leaves = [x.requires_grad_(gradients) for x in (q, k, v)]
-            window = (self.window - 1, 0 if causal else -1) if self.window else (-1, -1)
+            q, dout = q[:, -self.LAST_ROWS :], dout[:, -self.LAST_ROWS :]
+        k, v = (x.repeat_interleave(heads // kv_heads, dim=2) for x in (self.k, self.v))
+        # One head per batch entry, so that a chunk may hold any number of heads.
+        flat = [x.transpose(1, 2).flatten(0, 1).unsqueeze(2) for x in (q, k, v, dout)]
+        step = max(1, self.CHUNK_BYTES // (4 * q.shape[1] * seqlen_k))
+        window = (self.window - 1, 0 if causal else -1) if self.window else (-1, -1)
+        parts = []
+        for chunk in zip(*(x.split(step) for x in flat), strict=True):
+            *leaves, gradient = (x.float() for x in chunk)
+            leaves = [x.requires_grad_(gradients) for x in leaves]
             out = flash_ext.reference.attention(*leaves, causal=causal, window=window)[0]
-            results[0][part, :, of_group] = out.detach()
-            if gradients:
-                dq, dk, dv = torch.autograd.grad(out, leaves, dout)
-                results[1][part, :, of_group] = dq
-                results[2][part] += dk
-                results[3][part] += dv
-        return [
-            x.transpose(1, 2).reshape(batch, -1, *x.shape[1::2]).transpose(1, 2)
-            for x in (results if gradients else results[:1])
-        ]
+            grads = torch.autograd.grad(out, leaves, gradient) if gradients else ()
+            parts.append([out.detach(), *grads])
+        out, *grads = (
+            torch.cat(x).squeeze(2).unflatten(0, (batch, heads)).transpose(1, 2)
+            for x in zip(*parts, strict=True)
+        )
+        # Query heads that share a key head add up to its gradients.
+        return [out, *grads[:1], *(x.unflatten(2, (kv_heads, -1)).sum(3) for x in grads[1:])]
 
 
 def check(

@@ -11,16 +11,14 @@ Python around it; times of the host and answers of the package with any of its c
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
 import fcntl
 import functools
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -29,19 +27,6 @@ from digest import ROOT, kernel_digest, source_digest
 Json = dict[str, Any]
 FOLDER = ROOT / "benchmarks" / "results"
 PACKAGE = ("host", "train", "distributed", "support")  # subjects that all of the code matters to
-
-# What of a result is printed, and how; other numbers are for the file alone.
-SHOWN = {
-    "ms": "{:.4f} ms", "us": "{:.1f} µs", "tflops": "{:.4g} TFLOP/s", "tbps": "{:.2f} TB/s",
-    "gbps": "{:.0f} GB/s", "tokens_per_second": "{:,.0f} tokens/s", "ratio": "{:.3f}x",
-    "before": "before {:.4f}", "now": "now {:.4f}", "over_dense": "{:.3f} of dense",
-    "kernels_ms": "kernels {:.4f} ms", "auto_ms": "auto {:.4f} ms", "share": "share {:.1%}",
-    "rms": "rms {:.1e}", "max": "max {:.1e}", "finite": "finite {:.3f}", "rmse": "rmse {:.2e}",
-    "from_bf16": "from bf16 {:.1e}", "error": "error {:.1e}", "loss": "loss {:.5f}",
-    "difference": "{:+.1e}", "exponent": "S^{:.2f}", "sm_mhz": "{:.0f} MHz",
-    "power_w": "{:.0f} W", "launch_bound": "launch-bound", "skipped": "", "failed": "",
-}  # fmt: skip
-PARTS = ("providers", "results", "methods", "forms", "attentions")  # what a result holds by name
 
 
 def identity(cell: Json) -> str:
@@ -68,22 +53,14 @@ def read(path: Path) -> list[Json]:
 def append(path: Path, lines: list[Json]) -> None:
     """Add lines to a file, in place of older ones of the same cells, and of no others."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with exclusive(path.parent):
-        text = "".join(f"{json.dumps(line)}\n" for line in newest([*read(path), *lines]))
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(text)
-        os.replace(partial, path)  # an interrupted run leaves the old file intact
-
-
-@contextlib.contextmanager
-def exclusive(folder: Path) -> Iterator[None]:
-    """No other process is within this, of the same folder, at the same time."""
-    handle = os.open(folder, os.O_RDONLY)
+    folder = os.open(path.parent, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
+        fcntl.flock(folder, fcntl.LOCK_EX)  # processes on several GPUs may write to the same file
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text("".join(f"{json.dumps(x)}\n" for x in newest([*read(path), *lines])))
+        os.replace(partial, path)  # an interrupted run leaves the old file intact
     finally:
-        os.close(handle)
+        os.close(folder)
 
 
 def now() -> str:
@@ -139,9 +116,9 @@ class Recorder:
             append(self.path, [line])
         return line
 
-    def close(self, missing: Mapping[str, str] = MappingProxyType({})) -> None:
+    def close(self, missing: Json | None = None) -> None:
         """Say where the results are, and why peers are missing."""
-        for name, reason in missing.items():
+        for name, reason in (missing or {}).items():
             print(f"  not importable: {name}: {reason}")
         where = f"written to {self.path}" if self.path else "not written (--record, --out)"
         about = [f"{name} {self.setup[name]}" for name in ("torch", "kernels", "digest")]
@@ -158,23 +135,15 @@ def words(cell: Json) -> str:
 
 
 def show(name: str, result: Json, indent: str = "") -> None:
-    """Print a result, and those of the parts that it has."""
-    shown = {key: result[key] for key in SHOWN if result.get(key) is not None}
-    numbers = [
-        f"- {x:.100}" if isinstance(x, str) else SHOWN[key].format(x)
-        for key, x in shown.items()
-        if not isinstance(x, dict)
-    ]
-    if name:
-        say(f"{indent}{name:<{34 - len(indent)}}  {'  '.join(numbers)}".rstrip())
+    """Print a result: its numbers and reasons in a line, and below it its parts that have some."""
+    plain = {key: x for key, x in result.items() if isinstance(x, (int, float, str))}
+    values = (
+        f"{key} {x:.6g}" if isinstance(x, float) else f"{key} {x}" for key, x in plain.items()
+    )
+    if name or plain:
+        say(f"{indent}{name:<{34 - len(indent)}}  {'  '.join(values)}".rstrip())
     for part, inner in result.items():
-        if part == "answers":
-            continue
-        if isinstance(inner, dict) and part in PARTS:
-            show("", inner, indent)
-        elif isinstance(inner, dict) and (
-            SHOWN.keys() & inner.keys() or any(isinstance(x, dict) for x in inner.values())
-        ):
+        if isinstance(inner, dict) and part != "answers":
             show(part, inner, indent + "  ")
 
 

@@ -3,16 +3,16 @@
     python benchmarks/support.py
 
 A feature is supported if the variant takes all of its calls, and backward if their gradients exist
-too; otherwise the first reason is kept. Nothing runs here: that what is taken is right, bit by bit
-where that is promised, under torch.compile and in CUDA graphs, is for the tests (`make gpu-test`).
+too; otherwise the first reason is kept. Nothing runs here: that what is taken is right, in every
+shape, layout and combination, bit by bit where that is promised, under torch.compile and in CUDA
+graphs, is for the tests (`make gpu-test`).
 """
 
 from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import common
@@ -35,15 +35,11 @@ class Ask:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def zeros(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=self.device)
+    def zeros(self, *shape: int, dtype: torch.dtype = torch.float32, **options: Any) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.device, **options)
 
     def integers(self, *values: int) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.device)
-
-    def wanted(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """An option that requires a gradient."""
-        return self.zeros(*shape, dtype=dtype).requires_grad_()
 
     def dense(
         self,
@@ -67,134 +63,83 @@ class Ask:
         cu |= {"cu_seqlens_k": self.integers(0, 30, 35, 35)}
         return q, k, v, cu | options
 
-    def biases(self, make: Callable[..., Tensor]) -> Iterator[Call]:
+    def biases(self, **grad: bool) -> Iterable[Call]:
         """Every way of broadcasting, and one bias for packed sequences."""
         for dtype in (HALF, torch.float32):
             for shape in itertools.product((2, 1), (2, 1), (24, 1), (40, 1)):
-                yield self.dense(bias=make(*shape, dtype=dtype))
-            yield self.packed(bias=make(3, 4, 20, 30, dtype=dtype))
+                yield self.dense(bias=self.zeros(*shape, dtype=dtype, **grad))
+            yield self.packed(bias=self.zeros(3, 4, 20, 30, dtype=dtype, **grad))
+
+    def eight_bits(self, dtype: torch.dtype) -> Iterable[Call]:
+        """Descales by numbers, by heads, by blocks and channels."""
+        number, by_head = self.zeros(), self.zeros(2, 2)
+        blocks = self.zeros(2, 4, 2), self.zeros(2, 2, 3), self.zeros(2, 2, 64)
+        for descales in ((number,) * 3, (by_head,) * 3, blocks):
+            names = ("q_descale", "k_descale", "v_descale")
+            yield self.dense(heads=(4, 2), seqlens=(140, 300), dtypes=(dtype, FP8), causal=True,
+                             **dict(zip(names, descales, strict=True)))  # fmt: skip
+
+    def unaligned(self) -> Call:
+        """Rows that begin at odd multiples of two bytes."""
+        q, k, v, options = self.dense(heads=(4, 2))
+        wide = (x.new_zeros(*x.shape[:2], x[0, 0].numel() + 1)[..., :-1] for x in (q, k, v))
+        return *(x.unflatten(2, (-1, 64)) for x in wide), options  # type: ignore[return-value]
 
     def dropout(self) -> dict[str, Any]:
         return {"dropout_p": 0.2, "rng_state": torch.tensor([3, 4], device=self.device)}
 
-    def eight_bits(self, dtype: torch.dtype) -> Iterator[Call]:
-        """Descales of each shape: numbers, by heads, by blocks and channels."""
-        number, by_head = self.zeros(), self.zeros(2, 2)
-        blocks = self.zeros(2, 4, 2), self.zeros(2, 2, 3), self.zeros(2, 2, 64)
-        for descales in ((None,) * 3, (number, number[None], number), (by_head,) * 3, blocks):
-            names = ("q_descale", "k_descale", "v_descale")
-            given = {name: x for name, x in zip(names, descales, strict=True) if x is not None}
-            yield self.dense(heads=(4, 2), seqlens=(140, 300), dtypes=(dtype, FP8), causal=True,
-                             **given)  # fmt: skip
 
-    def layouts(self) -> Iterator[Call]:
-        plain = self.dense(heads=(4, 2))[:3]
-        q, k, v = plain
-        yield *(x.transpose(1, 2).contiguous().transpose(1, 2) for x in plain), {}  # type: ignore
-        yield *(x.transpose(0, 1).contiguous().transpose(0, 1) for x in plain), {}  # type: ignore
-        yield *self.zeros(2, 24, 8, 64, dtype=HALF).split((4, 2, 2), dim=2), {}  # type: ignore
-        yield q, k[:, :, :1].expand_as(k), v, {}
-        yield q, k, v[:1].expand_as(v), {}
-
-    def unaligned(self) -> Iterator[Call]:
-        def odd_rows(x: Tensor) -> Tensor:
-            wide = x.new_zeros(*x.shape[:2], x[0, 0].numel() + 1)[..., :-1]
-            return wide.unflatten(2, x.shape[2:])
-
-        def odd_offset(x: Tensor) -> Tensor:
-            return x.new_zeros(x.numel() + 1)[1:].view(x.shape)
-
-        for change in (odd_rows, odd_offset):
-            q, k, v, options = self.dense(heads=(4, 2))
-            yield change(q), change(k), change(v), options
-
-    def everything(self, call: Call, shape: tuple[int, ...]) -> Call:
-        """All options at once."""
-        q, k, v, options = call
-        packed, heads = "cu_seqlens_q" in options, q.shape[-2]
-        return q, k, v, options | self.dropout() | {
-            "causal": True, "window": (20, -1), "softcap": 30.0, "scale": 0.2,
-            "alibi_slopes": self.zeros(heads), "bias": self.wanted(*shape, dtype=HALF),
-            "sink": self.wanted(heads), "deterministic": True,
-            "seqused_k": self.integers(*([30, 4, 0] if packed else [40, 33])),
-        }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Feature:
-    """A row of the table: calls that must all be taken."""
-
-    calls: Callable[[Ask], Iterable[Call]]
-    directions: tuple[str, ...] = BOTH
-
-
-FEATURES = {
-    "float16": Feature(lambda a: [a.dense()]),
-    "bfloat16": Feature(lambda a: [a.dense(dtypes=(torch.bfloat16,) * 2)]),
-    "float32, float64": Feature(
-        lambda a: (a.dense(dtypes=(x, x)) for x in (torch.float32, torch.float64))
+# Calls that must all be taken.
+FEATURES: dict[str, Callable[[Ask], Iterable[Call]]] = {
+    "float16": lambda a: [a.dense()],
+    "bfloat16": lambda a: [a.dense(dtypes=(torch.bfloat16,) * 2)],
+    "float32, float64": lambda a: (a.dense(dtypes=(x, x)) for x in (torch.float32, torch.float64)),
+    "FP8 (float8_e4m3fn), descales of every shape": lambda a: a.eight_bits(FP8),
+    "q and k in int8, v in FP8": lambda a: a.eight_bits(torch.int8),
+    f"head dims up to {LARGEST}, multiples of 8": lambda a: (
+        a.dense(d=d) for d in range(8, LARGEST + 1, 8)
     ),
-    "FP8 (float8_e4m3fn), descales of every shape": Feature(lambda a: a.eight_bits(FP8)),
-    "q and k in int8, v in FP8": Feature(lambda a: a.eight_bits(torch.int8), BOTH[:1]),
-    f"head dims up to {LARGEST}, multiples of 8": Feature(
-        lambda a: (a.dense(d=d, seqlens=(9, 17)) for d in range(8, LARGEST + 1, 8))
+    "every other head dim": lambda a: (a.dense(d=d) for d in range(1, LARGEST + 1)),
+    "head dim of v unlike q's, multiples of 8": lambda a: (
+        a.dense(*x) for x in ((192, 128), (128, 64), (40, 256))
     ),
-    "every other head dim": Feature(
-        lambda a: (a.dense(d=d, seqlens=(9, 17)) for d in range(1, LARGEST + 1))
+    "the same, others": lambda a: (a.dense(*x) for x in ((63, 128), (64, 1))),
+    "causal, Sq and Sk unequal": lambda a: (
+        a.dense(seqlens=x, causal=True) for x in ((24, 40), (40, 24), (1, 70))
     ),
-    "head dim of v unlike q's, multiples of 8": Feature(
-        lambda a: (a.dense(*x) for x in ((192, 128), (128, 64), (40, 256)))
+    "window": lambda a: (a.dense(window=w) for w in ((4, -1), (-1, 4), (4, 4))),
+    "scale": lambda a: [a.dense(scale=0.3)],
+    "grouped and multi-query heads": lambda a: (a.dense(heads=x) for x in ((4, 2), (6, 2), (4, 1))),
+    "unaligned rows and addresses": lambda a: [a.unaligned()],
+    "dropout": lambda a: [a.dense(**a.dropout()), a.packed(**a.dropout())],
+    "softcap": lambda a: [a.dense(softcap=5.0), a.packed(softcap=5.0)],
+    "ALiBi, slopes (H) and (B, H)": lambda a: (
+        a.dense(alibi_slopes=a.zeros(*x)) for x in ((2,), (2, 2))
     ),
-    "the same, others": Feature(lambda a: (a.dense(*x) for x in ((63, 128), (64, 1)))),
-    "causal, Sq and Sk unequal": Feature(
-        lambda a: (a.dense(seqlens=x, causal=True) for x in ((24, 40), (40, 24), (1, 70)))
-    ),
-    "window": Feature(lambda a: (a.dense(window=w) for w in ((4, -1), (-1, 4), (4, 4)))),
-    "scale": Feature(lambda a: [a.dense(scale=0.3)]),
-    "grouped and multi-query heads": Feature(
-        lambda a: (a.dense(heads=x) for x in ((4, 2), (6, 2), (4, 1)))
-    ),
-    "any strides (heads first, packed qkv, expanded)": Feature(Ask.layouts),
-    "unaligned rows and addresses": Feature(Ask.unaligned),
-    "dropout": Feature(lambda a: [a.dense(**a.dropout()), a.packed(**a.dropout())]),
-    "softcap": Feature(lambda a: [a.dense(softcap=5.0), a.packed(softcap=5.0)]),
-    "ALiBi, slopes (H) and (B, H)": Feature(
-        lambda a: (a.dense(alibi_slopes=a.zeros(*x)) for x in ((2,), (2, 2)))
-    ),
-    "bias, every broadcast, float32 too": Feature(lambda a: a.biases(a.zeros)),
-    "gradient of bias": Feature(lambda a: a.biases(a.wanted), BOTH[1:]),
-    "bool mask": Feature(
-        lambda a: (
-            a.dense(bias=a.zeros(*x, dtype=torch.bool))
-            for x in ((2, 2, 24, 40), (1, 1, 24, 40), (2, 1, 1, 40))
-        )
-    ),
-    "sink": Feature(lambda a: [a.dense(sink=a.zeros(2)), a.packed(sink=a.zeros(4))]),
-    "gradient of sink": Feature(
-        lambda a: [a.dense(sink=a.wanted(2)), a.packed(sink=a.wanted(4))], BOTH[1:]
-    ),
-    "packed sequences (attention_varlen)": Feature(
-        lambda a: [a.packed(), a.packed(causal=True), a.packed(d=128, d_v=64)]
-    ),
-    "seqused_k": Feature(
-        lambda a: [
-            a.dense(seqused_k=a.integers(33, 0), causal=True),
-            a.packed(seqused_k=a.integers(20, 3, 0)),
-        ]
-    ),
-    "all options at once": Feature(
-        lambda a: [
-            a.everything(a.dense(heads=(4, 2), d_v=32), (1, 4, 24, 1)),
-            a.everything(a.packed(d_v=32), (1, 4, 20, 30)),
-        ]
-    ),
-    "deterministic": Feature(lambda a: [a.dense(seqlens=(300, 300), deterministic=True)]),
+    "bias, every broadcast, float32 too": lambda a: a.biases(),
+    "gradient of bias": lambda a: a.biases(requires_grad=True),
+    "bool mask": lambda a: [a.dense(bias=a.zeros(2, 1, 1, 40, dtype=torch.bool))],
+    "sink": lambda a: [a.dense(sink=a.zeros(2)), a.packed(sink=a.zeros(4))],
+    "gradient of sink": lambda a: [a.dense(sink=a.zeros(2, requires_grad=True))],
+    "packed sequences (attention_varlen)": lambda a: [a.packed(causal=True), a.packed(128, 64)],
+    "seqused_k": lambda a: [
+        a.dense(seqused_k=a.integers(33, 0)),
+        a.packed(seqused_k=a.integers(20, 3, 0)),
+    ],
+    "deterministic": lambda a: [a.dense(seqlens=(300, 300), deterministic=True)],
 }
+ONLY = {"q and k in int8, v in FP8": BOTH[:1], "gradient of bias": BOTH[1:],
+        "gradient of sink": BOTH[1:]}  # fmt: skip
 
 
-def why_not(feature: Feature, ask: Ask, variant: str, direction: str) -> str | None:
+def directions_of(feature: str) -> tuple[str, ...]:
+    """Those in which a feature is asked for."""
+    return ONLY.get(feature, BOTH)
+
+
+def why_not(feature: str, ask: Ask, variant: str, direction: str) -> str | None:
     """None if every call of a feature is taken, otherwise the first reason."""
-    for q, k, v, options in feature.calls(ask):
+    for q, k, v, options in FEATURES[feature](ask):
         if reason := refusal(variant, q, k, v, direction == "backward", **options):
             return reason
     return None
@@ -205,8 +150,8 @@ def probe(device: torch.device) -> Json:
     ask = Ask(device)
     variants = flash_ext.CPU_VARIANTS if device.type == "cpu" else flash_ext.VARIANTS
     return {
-        name: {v: {d: why_not(feature, ask, v, d) for d in feature.directions} for v in variants}
-        for name, feature in FEATURES.items()
+        name: {v: {d: why_not(name, ask, v, d) for d in directions_of(name)} for v in variants}
+        for name in FEATURES
     }
 
 

@@ -1,7 +1,8 @@
-"""What `flash_ext.timing` does not have: sustained load, CUDA graphs, the CPU's time."""
+"""What `flash_ext.timing` does not have: calls back to back, and the CPU's time."""
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import math
@@ -15,9 +16,7 @@ import common
 import torch
 from common import Json
 
-FLUSH_BYTES = common.timing.FLUSH_BYTES
-Samples, balanced_orders = common.timing.Samples, common.timing.balanced_orders
-
+balanced_orders = common.timing.balanced_orders
 Around = Callable[[], AbstractContextManager[object]]
 
 HOST_ROUNDS, HOST_CALLS = 50, 20  # so few calls in a row that the GPU's queue takes them all
@@ -42,6 +41,12 @@ def step_times(step: Callable[[], object], count: int, device: torch.device) -> 
         event.record()
     torch.cuda.synchronize(device)
     return [begin.elapsed_time(end) * 1e-3 for begin, end in itertools.pairwise(events)]
+
+
+def repeat(call: Callable[[], object], count: int) -> None:
+    """Call so often."""
+    for _ in range(count):
+        call()
 
 
 class Timer(common.timing.Timer):
@@ -87,87 +92,27 @@ class Timer(common.timing.Timer):
             results[name] = {"us": round(median, 2), "q1_us": round(q1, 2), "q3_us": round(q3, 2)}
         return results
 
-    def in_graph(self, call: Callable[[], object], calls: int) -> Callable[[], object]:
-        """Replays so many calls from one CUDA graph: the host's time is that of one launch."""
-        stream, own = torch.cuda.Stream(self.device), torch.cuda.current_stream(self.device)
-        stream.wait_stream(own)
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                call()
-        own.wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(calls):
-                call()
-        return graph.replay
-
-    def sustained(
-        self, calls: dict[str, Callable[[], object]], seconds: float, in_graph: int = 1
-    ) -> dict[str, Json]:
-        """Each call back to back for ``seconds`` in all, in turns, on a GPU that is hot.
+    def sustained(self, calls: dict[str, Callable[[], object]], seconds: float) -> dict[str, Json]:
+        """Milliseconds of each call, back to back for ``seconds`` in all, in turns, on a GPU that
+        is hot; caches are warm.
 
         A turn begins with a third of its time that does not count. No turn is shorter than
-        ``LEAST_TURN``, or the power limit would follow the mean of all calls. With ``in_graph``
-        above 1 so many calls are replayed at a time from a CUDA graph.
-
-        Milliseconds per call with warm caches, and on a GPU clock, power and temperature (medians
-        of the turns' medians), with the energy of a call in joules. Of a call that fails its error,
-        as "skipped".
+        ``LEAST_TURN``, or the power limit would follow the mean of all calls.
         """
         orders = balanced_orders(list(calls))
         orders = orders[: max(1, int(seconds / LEAST_TURN + 1e-6))]  # 1.2 / 0.4 is below 3
         turn = seconds / max(len(orders), 1) if self.cuda else 0
-        ready: dict[str, tuple[Callable[[], object], int]] = {}  # and how often in a turn
-        turns: dict[str, list[Json]] = {name: [] for name in calls}
-        results: dict[str, Json] = {}
-        log = common.ClockLog(self.device)
-        log.wait_for_sample()
+        counts = {
+            name: max(5, math.ceil(turn / max(self.estimate(call)[0], 1e-7)))
+            for name, call in calls.items()
+        }
+        turns: dict[str, list[float]] = {name: [] for name in calls}
         for name in itertools.chain.from_iterable(orders):
-            if name in results:
-                continue
-            try:
-                if name not in ready:
-                    ready[name] = self._steady(calls[name], turn, in_graph)
-                call, count = ready[name]
-                for _ in range(count // 3):
-                    call()
-                if self.cuda:
-                    torch.cuda.synchronize(self.device)
-                log.since_last()
-                ms = self._back_to_back(call, count) / (count * in_graph)
-                turns[name].append({"ms": ms} | log.since_last())
-            except Exception as error:  # most often: out of memory
-                results[name] = {"skipped": common.first_line(error)}
-        log.close()
-        for name in [name for name in calls if name not in results]:
-            mean = statistics.fmean(x["ms"] for x in turns[name])
-            found = [x for x in turns[name] if len(x) > 1]
-            state = {key: statistics.median(x[key] for x in found)
-                     for key in (found[0] if found else ()) if key != "ms"}  # fmt: skip
-            energy = {"joules": round(state["power_w"] * mean * 1e-3, 6)} if state else {}
-            made = ready[name][1] * in_graph * len(orders)
-            results[name] = {"ms": round(mean, 6), "calls": made, **state, **energy}
-        return results
-
-    def _steady(
-        self, call: Callable[[], object], turn: float, in_graph: int
-    ) -> tuple[Callable[[], object], int]:
-        """The call, or many in a graph, and how often it fills a turn."""
-        seconds = self.estimate(call)[0] * in_graph
-        made = self.in_graph(call, in_graph) if in_graph > 1 else call
-        return made, max(5, math.ceil(turn / max(seconds, 1e-7)))
-
-    def _back_to_back(self, call: Callable[[], object], count: int) -> float:
-        """Milliseconds of so many calls in a row."""
-        if not self.cuda:
-            start = time.perf_counter()
-            for _ in range(count):
-                call()
-            return (time.perf_counter() - start) * 1e3
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(count):
-            call()
-        end.record()
-        torch.cuda.synchronize(self.device)
-        return begin.elapsed_time(end)
+            call, count = calls[name], counts[name]
+            repeat(call, count // 3)
+            (whole,) = step_times(functools.partial(repeat, call, count), 1, self.device)
+            turns[name].append(whole * 1e3 / count)
+        return {
+            name: {"ms": round(statistics.fmean(ms), 6), "calls": counts[name] * len(orders)}
+            for name, ms in turns.items()
+        }

@@ -1,36 +1,30 @@
 """Training speed end to end: tokens per second and peak memory of a GPT with each attention.
 
     python benchmarks/train.py                   # GPT-2 small's size, under a minute on an H200
-    python benchmarks/train.py --model medium bert-large long-range
+    python benchmarks/train.py --model medium bert-large llama
     python benchmarks/train.py --seq 4096 --providers fa1 fa2 fa3 sdpa cudnn
-    python benchmarks/train.py --model llama --minutes 2    # no turn begins later than that
     python benchmarks/train.py --device cpu      # a smoke test
 
 The model and its training step are those of examples/train_gpt.py: bytes of Python's standard
 library, bf16 autocast, AdamW, gradient clipping, about 16,384 tokens a step. "sdpa" is torch's
-scaled_dot_product_attention, which chooses its backend; the result says which. "standard" is
-standard attention in three passes; autocast computes its softmax in float32. A provider that does
-not run or does not fit into memory is left out, with the reason. So is one whose step the GPU ends
-before the CPU has enqueued it: that time would be Python's.
+scaled_dot_product_attention, which chooses its backend. "standard" is standard attention in three
+passes; autocast computes its softmax in float32. A provider that does not run or does not fit into
+memory is left out, with the reason. So is one whose step the GPU ends before the CPU has enqueued
+it: that time would be Python's.
 
 "small" and "medium" are GPT-2's sizes. "llama" has four layers with the attention of Llama 3.1 8B:
-32 query heads of 128 on 8 key heads. "bert-large" and "long-range" have the shapes of BERT-large
-and of the small encoders of long-range arena, where every position attends to all: the same model
-and the same loss without the mask. What they learn (a byte that they see) means nothing, the time
-of a step does. The papers trained on A100s, with dropout, padding and other tasks.
+32 query heads of 128 on 8 key heads. "bert-large" has the shape of BERT-large, where every position
+attends to all: the same model and the same loss without the mask. What it learns (a byte that it
+sees) means nothing, the time of a step does.
 
 One process; every provider trains a model of its own, from the same weights on the same batches.
 After a few steps each, the providers take turns, round by round. A turn is one step that is not
 timed, then the timed steps one right after the other, between CUDA events (on a CPU the wall
 clock). 'ms' is the median step of all turns. 'peak_bytes' is one step's peak extra memory with the
-weights and AdamW's state added, as if no other model were there. 'attention' is one layer's
-attention alone at the model's shape, forward and backward with a cold L2, and 'share' that of all
-layers over the step.
+weights and AdamW's state added, as if no other model were there.
 
-Before a provider trains, its attention must agree with float32 standard attention at the model's
-shape; and its loss must stay with standard attention's (SDPA's, if that did not run) at every step.
-One that does not is called wrong, and has no speed. After --minutes no cell begins, and one that
-has begun ends with the round in which that happens, its first at the earliest.
+A provider's loss must stay with standard attention's (SDPA's, if that did not run) at every step.
+One that does not is called wrong, and has no speed.
 """
 
 from __future__ import annotations
@@ -42,18 +36,15 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 
 import common
 import torch
-from common import Json, say
-from providers import PEERS, VARIANTS, Provider, Workload, attempt, check, collect, running
-from timing import Timer, step_times
+from common import Json
+from providers import PEERS, VARIANTS, Provider, attempt, collect, running
+from timing import step_times
 from torch import Tensor
-from torch.nn.attention import SDPBackend
 
 sys.path.append(str(common.ROOT / "examples"))
 import train_gpt  # noqa: E402
@@ -80,7 +71,6 @@ MODELS = {
     # At the others' rate a model so wide diverges.
     "llama": Size(4, 32, 4096, (4096, 16384), kv_heads=8, rate=5e-5),
     "bert-large": Size(24, 16, 1024, (512,), causal=False),
-    "long-range": Size(4, 4, 256, (1024, 2048, 4096), causal=False),
     "tiny": Size(2, 2, 32, (16, 64)),  # smoke tests
     "tiny-llama": Size(2, 4, 64, (16,), kv_heads=2),
 }
@@ -96,14 +86,6 @@ CPU_BOUND = 0.9  # of a step's time: beyond it the GPU waits for what the CPU ha
 def sdpa() -> Provider:
     """torch's attention with the backend it chooses itself."""
     return replace(PEERS["flash"](), name=SDPA, around=nullcontext)
-
-
-def chosen_backend(work: Workload, causal: bool) -> str:
-    """Which backend torch's attention chooses for these inputs."""
-    q, k, v = (x.transpose(1, 2).detach().requires_grad_() for x in (work.q, work.k, work.v))
-    grouped = q.shape[1] != k.shape[1]
-    choice = torch._fused_sdp_choice(q, k, v, is_causal=causal, enable_gqa=grouped)
-    return SDPBackend(choice).name.lower()
 
 
 def in_model(provider: Provider, causal: bool = True) -> train_gpt.Attention:
@@ -181,7 +163,6 @@ class Bench:
         self.args = args
         self.device = torch.device(args.device)
         self.providers = providers
-        self.end = time.monotonic() + 60 * args.minutes
         self.data = train_gpt.standard_library(MEGABYTES)
 
     def config(self, size: Size, seqlen: int) -> train_gpt.Config:
@@ -205,13 +186,9 @@ class Bench:
         }  # fmt: skip
         results: Json = {p.name: {} for p in self.providers}
         found: Json = {"rounds": 0, "steps": self.args.steps, "providers": results}
-        self.attention(config, size.causal, found)
-        self.release()
         chunks = list(itertools.islice(train_gpt.batches(self.data, config), config.steps))
         trainees: dict[str, Trainee] = {}
         for turn in range(self.args.rounds + 1):
-            if turn > 1 and self.late():  # the losses of all are of the same steps
-                break
             found["rounds"] = turn
             shift = turn % len(self.providers)
             for provider in self.providers[shift:] + self.providers[:shift]:
@@ -233,36 +210,6 @@ class Bench:
                     trainees[name] = trainee
         self.judge(config, found, trainees)
         return cell, found
-
-    def attention(self, config: train_gpt.Config, causal: bool, found: Json) -> None:
-        """Check every provider's attention at the model's shape, and time it by itself."""
-        shape = (config.batch, config.seq, config.heads, config.width // config.heads)
-        work = Workload(shape, config.dtype, self.device, kv_heads=config.kv_heads)
-        exact = work.exact(causal, gradients=True)
-        calls: dict[str, Callable[[], object]] = {}
-
-        def prepare(provider: Provider) -> Callable[[], object]:
-            step = work.step(provider, causal)
-
-            def call() -> tuple[Tensor, ...]:
-                with provider.around():
-                    return step()
-
-            got = [work.forward(provider, causal)(), *map(provider.view, call())]
-            error = check(zip(got, exact, strict=True))
-            found["providers"][provider.name]["error"] = error
-            return call
-
-        for provider in self.providers:
-            ready, reason = attempt(partial(prepare, provider))
-            if ready is None:
-                found["providers"][provider.name] |= reason
-            else:
-                calls[provider.name] = ready
-        for name, times in Timer(self.device).timed(calls, 0.05).items():
-            found["providers"][name]["attention"] = times
-        if SDPA in calls:
-            found["sdpa_backend"] = chosen_backend(work, causal)
 
     def judge(self, config: train_gpt.Config, found: Json, trainees: dict[str, Trainee]) -> None:
         """The results of the trainings: the speeds of those whose losses are right."""
@@ -289,12 +236,7 @@ class Bench:
             result |= {
                 "ms": round(seconds * 1e3, 4),
                 "tokens_per_second": round(config.batch * config.seq / seconds, 1),
-                "share": round(config.layers * result["attention"]["ms"] * 1e-3 / seconds, 4),
             }
-
-    def late(self) -> bool:
-        """Whether no more time is left."""
-        return time.monotonic() > self.end
 
     def release(self) -> None:
         """Give unused memory back to the device."""
@@ -313,7 +255,6 @@ def parse() -> argparse.Namespace:
         help="default: variants that run; sdpa; flash, cudnn, flash-attn 4; standard")  # fmt: skip
     add("--rounds", type=int, default=4, help="turns of each provider")
     add("--steps", type=int, default=4, help="timed steps in a turn")
-    add("--minutes", type=float, default=math.inf, help="begin no cell and no round later")
     args = parser.parse_args()
     if min(args.rounds, args.steps) < 1:
         parser.error("--rounds and --steps must be at least 1")
@@ -340,9 +281,6 @@ def main() -> int:
     models = args.model or ["tiny" if args.device == "cpu" else "small"]
     sizes = [(m, s) for m in models for s in args.seq or MODELS[m].seqlens]
     for model, seqlen in common.progress(sizes, len(sizes), "cells"):
-        if bench.late():
-            say(f"left out, no time: {model}, S {seqlen}")
-            continue
         found = recorder.add(*bench.cell(model, seqlen))["result"]["providers"]
         bad |= any("skipped" in found[n] and "cpu_bound" not in found[n] for n in ours)
         bench.release()  # one length's models must not crowd out the next

@@ -473,13 +473,11 @@ def check_benchmark(ranks: int, device: str) -> None:
         "--steps",
         "2",
     ]
-    args = benchmark.parse([*small, "--steps", "2", "--warm-up", "0", "--packings", "3"])
+    args = benchmark.parse([*small, "--steps", "2", "--warm-up", "0"])
     found = benchmark.work(args, torch.device(device))
     assert len(found["cells"]) == len(benchmark.METHODS) * len(benchmark.LAYOUTS)
     for cell in found["cells"]:
         assert all(cell[f"{x}_{y}"] > 0 for x in ("host_ms", "ms") for y in ("same", "new")), cell
-        assert cell["ms_same_in_a_row"] > 0 and cell["ms_new_in_a_row"] > 0
-    assert [x["packings"] for x in found["memory"]] == [0, 3] and found["memory"][1]["resident"] > 0
 
 
 def test_the_benchmark_runs() -> None:
@@ -487,6 +485,6 @@ def test_the_benchmark_runs() -> None:
     run_ranks(2, "cpu", check_benchmark)
     script = Path(__file__).resolve().parent.parent / "benchmarks" / "packings.py"
     small = ["--alone", "8", "--rank", "3", "--documents", "40", "--tokens", "2000", "--steps", "2"]
-    command = [sys.executable, str(script), *small, "--packings", "2", "--warm-up", "1"]
+    command = [sys.executable, str(script), *small, "--warm-up", "1"]
     found = json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
     assert found["ranks"] == 8 and all(x["host_ms_new"] > 0 for x in found["cells"])

@@ -24,7 +24,6 @@ from attention_testing import (
 )
 from compiled import NATIVE, python_module
 from dropout_bits import is_kept, philox4x32_10
-from io_module import benchmark_io
 from test_attention import few_queries, few_tiles, long_sequences, many_tiles
 from test_dropout import SPLIT_KEYS
 
@@ -443,27 +442,6 @@ def test_every_pair_of_head_dims_has_a_kernel(native: ModuleType) -> None:
         holding = [(d, dv) for d, dv in pairs if d >= head_dim and dv >= head_dim_v]
         assert native.padded_head_dims(head_dim, head_dim_v) == holding[0]
     assert native.padded_head_dims(257, 1) is native.padded_head_dims(1, 257) is None
-
-
-# --- plan/tuning.h ---
-
-
-def test_tiles_are_those_of_the_prediction(native: ModuleType) -> None:
-    """What benchmarks/io.py predicts with. fa3's backward is not in tuning.h."""
-    for case in benchmark_io.cases(benchmark_io.SEQLENS, ("fa1", "fa2", "fa3")):
-        key = case.method, case.direction
-        if key == ("fa3", "backward"):
-            continue
-        if key == ("fa3", "forward"):
-            sizes = case.heads, case.seqlen, case.seqlen
-            size, _ = native.fa3_tile((case.d, case.d), *sizes, (-1, -1), False)
-        else:
-            if case.method == benchmark_io.SOFTCAP:
-                key = "fa3", "forward with options"
-            size = native.tiles(case.d)[key]
-        assert size == benchmark_io.tile(case), case
-    for d, keys in benchmark_io.FEW_KEYS.items():
-        assert native.tiles(d)["fa1", "forward, less memory"] == keys
 
 
 SMS = 132  # of an H200

@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT / "distribution"))
 import release  # noqa: E402
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
-from report import compat as table  # noqa: E402
+from report import support as table  # noqa: E402
 
 COUNTS = {"passed": 9, "failed": 0, "error": 0}
 TESTS: dict[str, Any] = {"digest": "1", "exit_status": 0, "counts": COUNTS, "device": "X"}

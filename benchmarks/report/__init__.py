@@ -1,4 +1,1 @@
-"""Renders benchmarks/results: tables, figures, and the documents that show them.
-
-The scripts in benchmarks/ measure and record; the modules here only read.
-"""
+"""Renders benchmarks/results, and only reads them: tables, figures, and documents with both."""

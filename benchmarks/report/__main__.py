@@ -20,26 +20,20 @@ import common
 import results
 
 from . import figures, speed, subjects
-from .claims import STEPS, claims_section
-from .compat import compat_section
 from .front import bench_section, front_section
-from .support import support_section
+from .support import compat_section, support_section
 from .tables import NOWHERE, UNKNOWN, device_of, gpu_folders, load, main_gpu, provenance
 
 Section = Callable[[], str]
-PAGE = Path("docs/benchmarks.md")
+PAGE, WALKTHROUGH = Path("docs/benchmarks.md"), Path("docs/walkthrough.md")
 # The pages of docs/benchmarks/: heading, figures, sections, each of which has the parts of a GPU.
 APPENDIX: dict[str, tuple[tuple[str, ...], tuple[Callable[[Path], Iterator[str]], ...]]] = {
     "Speed": (("speed_forward", "speed_backward"), (speed.speed_section,)),
-    "FP8": ((), (speed.fp8_speed_section, subjects.fp8_errors_section, subjects.fp8_model_section)),
-    "The papers' claims": ((), (claims_section,)),
-    "Bytes moved": (("io", "roofline"), (subjects.io_section,)),
+    "FP8": ((), (speed.fp8_speed_section, subjects.fp8_errors_section)),
     "Memory": ((), (subjects.memory_section,)),
-    "Errors": (("numerics",), (subjects.numerics_section,)),
     "Training": ((), (subjects.training_section,)),
     "What options cost": ((), (subjects.options_section,)),
     "Many GPUs": ((), (subjects.distributed_section,)),
-    "Before and after": ((), (subjects.builds_section,)),
 }
 
 
@@ -70,21 +64,35 @@ def appendix(folder: Path) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def of_main_gpu(table: Callable[[Path], str], subject: str, *names: str) -> Section:
-    """A table of the GPU of which most is measured, with its figures, and with where it comes from
-    if that is not where the grid does."""
+def of_main_gpu(
+    table: Callable[[Path], str], subject: str, *names: str, about: bool = True
+) -> Section:
+    """A table of the GPU of which most is measured, with its figures, and where it comes from."""
 
     def section() -> str:
         folder = main_gpu()
         rows = load(subject, folder) if folder else []
         if folder is None or not rows:
             return NOWHERE
-        about, other = (f"{device_of(folder)}; {provenance(r, s)}." for r, s in (
-            (rows, subject), (load("compare", folder), "compare")))  # fmt: skip
-        said = [about] if about != other or table is speed.grid_table else []
+        said = [f"{device_of(folder)}; {provenance(rows, subject)}."] if about else []
         return "\n\n".join([*figures.pictures(folder, PAGE, *names), *said, table(folder)])
 
     return section
+
+
+def of_walkthrough(part: Callable[[Path], str]) -> Section:
+    """A part of a step, of the GPU of which most is measured."""
+    return lambda: (part(folder) if (folder := main_gpu()) else "") or NOWHERE
+
+
+def picture(name: str) -> Section:
+    """A figure of the walkthrough."""
+    return of_walkthrough(lambda folder: "".join(figures.pictures(folder, WALKTHROUGH, name)))
+
+
+def gains(after: str, before: str) -> Section:
+    """A table of the walkthrough."""
+    return of_walkthrough(lambda folder: speed.gains(folder, after, before))
 
 
 def pages_section() -> str:
@@ -100,14 +108,20 @@ DOCUMENTS: dict[str, dict[str, Section]] = {
     str(PAGE): {
         "speed": lambda: front_section(str(PAGE)),
         "grid": of_main_gpu(speed.grid_table, "compare"),
-        "models": of_main_gpu(speed.models_table, "compare"),
-        "fp8": of_main_gpu(speed.fp8_summary, "compare"),
+        "models": of_main_gpu(speed.models_table, "compare", about=False),
+        "fp8": of_main_gpu(speed.fp8_summary, "compare", about=False),
         "training": of_main_gpu(subjects.training_summary, "train"),
         "distributed": of_main_gpu(subjects.distributed_summary, "distributed"),
         "memory": of_main_gpu(lambda p: subjects.memory_table(p, "both"), "memory", "memory"),
         "pages": pages_section,
     },
-    "docs/walkthrough.md": STEPS,
+    str(WALKTHROUGH): {
+        "tiling": gains("fa1", "standard"),
+        "recomputation": picture("memory"),
+        "fa2": gains("fa2", "fa1"),
+        "fa3": gains("fa3", "fa2"),
+        "all": picture("speed"),
+    },
 }
 
 
@@ -143,8 +157,7 @@ def main() -> int:
     args = parser.parse_args()
     for path in sorted(common.RESULTS.glob("*/*.jsonl")):
         lines = results.read(path)
-        old = sum(not results.is_current(path.stem, line["setup"]) for line in lines)
-        if old:
+        if old := sum(not results.is_current(path.stem, line["setup"]) for line in lines):
             print(f"note: {path.relative_to(common.RESULTS)}: {old} of {len(lines)} cells are of"
                   " older code", file=sys.stderr)  # fmt: skip
     gpus = gpu_folders()

@@ -13,20 +13,17 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import itertools
 import json
-import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import common
 from cells import HEAD_DIMS, SEQLENS, standard_cells
-from common import Json
-from providers import BEST, LABELS
+from providers import LABELS
 
 from .tables import load, mask_of, select, size_name, speeds
 
@@ -41,14 +38,9 @@ STYLES = {
     "flash": ("#cc79a7", "D", "--"),
     "cudnn": ("#d55e00", "v", "--"),
     "efficient": ("#8c6bb1", "<", "--"),
-    "flash_attn_2": ("#882255", "1", "--"),
-    "flash_attn_3": ("#44aa99", "2", "--"),
     "flash_attn_4": ("#000000", "x", "--"),
-    BEST: ("#000000", "x", ":"),
     "standard": ("#666666", "P", "-."),
-    "naive": ("#b0a000", "*", ":"),
 }
-FORWARD, BACKWARD = "forward", "backward"
 
 
 @dataclass(frozen=True)
@@ -113,7 +105,7 @@ def over_lengths(axis: Any, lengths: Iterable[int]) -> None:
 
 def label_of(method: str) -> str:
     """In a legend, where there is little room."""
-    return LABELS[method].removeprefix("flash_ext ").removesuffix(", float32")
+    return LABELS[method].removeprefix("flash_ext ")
 
 
 def line(axis: Any, method: str, xs: list[Any], ys: list[Any], **options: Any) -> None:
@@ -205,165 +197,14 @@ def draw_memory(data: Any) -> Any:
     return figure
 
 
-# ---------------------------------------------------------------------------------------------- IO
-METHODS = ("standard", "fa1", "fa2", "fa3")
-
-
-def over_s(folder: Path) -> Iterator[tuple[str, str, list[Json]]]:
-    """(direction, method, cases by S) of what io.py counted at head dim 64 with the most heads."""
-    counted = [c for c in load("io", folder) if "sm" in c]
-    heads = max((c["heads"] for c in counted), default=0)
-    for direction, method in itertools.product((FORWARD, BACKWARD), METHODS):
-        same = select(counted, direction=direction, method=method, d=64, heads=heads)
-        if same:
-            yield direction, method, sorted(same, key=lambda c: c["seqlen"])
-
-
-def io_data(folder: Path) -> Any:
-    """Bytes at both boundaries, and the model's, over S."""
-    rows = [
-        [direction, method,
-         {c["seqlen"]: [c["hbm_read"] + c["hbm_written"], c["sm"], c["model"]] for c in cases}]
-        for direction, method, cases in over_s(folder)
-    ]  # fmt: skip
-    heads = next((cases[0]["heads"] for *_, cases in over_s(folder)), 0)
-    return {"heads": heads, "rows": rows} if rows else None
-
-
-def draw_io(data: Any) -> Any:
-    """Rows: direction; columns: between L2 and the SMs, between HBM and L2."""
-    figure, axes = grid(2, 2, 6.0, sharey="row", sharex=True)
-    lengths = {int(s) for row in data["rows"] for s in row[2]}
-    places = ("between L2 and the SMs", "between HBM and L2")
-    for direction, method, points in data["rows"]:
-        row = axes[int(direction == BACKWARD)]
-        xs = [int(s) for s in points]
-        for axis, index, place in zip(row, (1, 0), places, strict=True):
-            ys = [p[index] / 1e9 for p in points.values()]
-            # fa2 and fa3 often lie on each other: a ring around a dot.
-            ring = {"markerfacecolor": "none", "markersize": 9} if method == "fa2" else {}
-            line(axis, method, xs, ys, linestyle="", **ring)
-            axis.plot(xs, [p[2] / 1e9 for p in points.values()], color=STYLES[method][0], lw=1.2)
-            axis.set_yscale("log")
-            axis.set_title(f"{direction}: {place}")
-    for row in axes:
-        row[0].set_ylabel("bytes moved (GB)")
-    for axis in axes[-1]:
-        over_lengths(axis, lengths)
-    axes[0][0].plot([], [], color="#333333", lw=1.2, label="the algorithm's loops, predicted")
-    legend_above(figure, axes[0][0])
-    figure.supxlabel(f"markers: counted by the GPU; head dim 64, {data['heads']} heads", fontsize=8)
-    return figure
-
-
-def roofline_data(folder: Path) -> Any:
-    """FLOPs per byte of HBM, and TFLOP/s, of what io.py counted and timed."""
-    rows = [
-        [direction, method,
-         [[c["seqlen"], round(c["tflops"] * c["ms"] * 1e9 / (c["hbm_read"] + c["hbm_written"]), 1),
-           c["tflops"]] for c in cases]]
-        for direction, method, cases in over_s(folder)
-    ]  # fmt: skip
-    limits = select(load("io", folder), limits=True)
-    if not rows or not limits:
-        return None
-    ceilings = {name: limits[0][name] for name in ("matmul_tflops", "copy_tbps")}
-    return {"ceilings": ceilings, "rows": rows}
-
-
-def draw_roofline(data: Any) -> Any:
-    """The two roofs as measured on this GPU, and each method's way from short to long S."""
-    figure, axes = grid(1, 2, 3.6, sharey=True, sharex=True)
-    peak, bandwidth = data["ceilings"]["matmul_tflops"], data["ceilings"]["copy_tbps"]
-    found = [p[1] for row in data["rows"] for p in row[2]]
-    xs = [min(found) / 2, peak / bandwidth, max(found) * 2]
-    for axis, direction in zip(axes[0], (FORWARD, BACKWARD), strict=True):
-        roof = f"matmul {peak:.0f} TFLOP/s, copy {bandwidth:.2f} TB/s, measured"
-        axis.plot(xs, [min(peak, bandwidth * x) for x in xs], color="#222222", lw=2, label=roof)
-        for _, method, points in (r for r in data["rows"] if r[0] == direction):
-            line(axis, method, [p[1] for p in points], [p[2] for p in points])
-            for seqlen, x, y in (points[0], points[-1]):
-                axis.annotate(size_name(seqlen), (x, y), textcoords="offset points",
-                              xytext=(4, -10), fontsize=7.5, color="#333333")  # fmt: skip
-        axis.set_xscale("log")
-        axis.set_yscale("log")
-        axis.set_title(f"{direction}, head dim 64, labels: S")
-        axis.set_xlabel("FLOPs per byte of HBM")
-        axis.yaxis.set_major_formatter("{x:g}")
-        axis.yaxis.set_minor_formatter("")
-        axis.set_yticks([50, 100, 200, 400, 800])
-    axes[0][0].set_ylabel("speed (TFLOP/s)")
-    legend_above(figure, axes[0][0])
-    return figure
-
-
-# ---------------------------------------------------------------------------------------- numerics
-NUMERICS_ROWS = ("fa1", "fa2", "fa3", "flash", "cudnn", "efficient", "standard", "naive")
-
-
-def numerics_data(folder: Path) -> Any:
-    """RMS errors of out and dq at the longest S without a mask; None if not all is finite."""
-    cells = [c for c in load("numerics", folder) if "distribution" in c]
-    if not cells:
-        return None
-    longest = max(c["seqlen"] for c in cells)
-    rows = [
-        [c["dtype"], tensor, c["distribution"], method,
-         None if "finite" in found or "rms" not in found else found["rms"]]
-        for c in select(cells, seqlen=longest, causal=False)
-        for tensor in ("out", "dq")
-        for method in NUMERICS_ROWS
-        if (found := c["providers"].get(method, {}).get(tensor)) is not None
-    ]  # fmt: skip
-    return {"seqlen": longest, "d": cells[0]["d"], "rows": rows}
-
-
-def draw_numerics(data: Any) -> Any:
-    """Rows: out and dq; columns: type; in a panel each method's error by distribution."""
-    rows = data["rows"]
-    dtypes = list(dict.fromkeys(r[0] for r in rows))
-    kinds = list(dict.fromkeys(r[2] for r in rows))
-    methods = list(dict.fromkeys(r[3] for r in rows))
-    figure, axes = grid(2, len(dtypes), 5.4, sharex=True, sharey="col")
-    for dtype, tensor, kind, method, value in rows:
-        axis = axes[("out", "dq").index(tensor)][dtypes.index(dtype)]
-        x = kinds.index(kind) + 0.1 * (methods.index(method) - (len(methods) - 1) / 2)
-        color, marker, _ = STYLES[method]
-        label = label_of(method) if kind == kinds[0] else None
-        if value is None:  # at the top edge: not a number
-            axis.plot(x, 0.97, color=color, marker="$\u2715$", markersize=7, linestyle="",
-                      transform=axis.get_xaxis_transform())  # fmt: skip
-        axis.plot(x, math.nan if value is None else value, color=color, marker=marker,
-                  linestyle="", label=label)  # fmt: skip
-        axis.set_yscale("log")
-        axis.set_title(f"{tensor}, {dtype}")
-    for row in axes:
-        row[0].set_ylabel("RMS error / RMS")
-        for axis in row:
-            axis.set_xticks(range(len(kinds)), [k.replace(" ", "\n") for k in kinds])
-            axis.grid(axis="x", visible=False)
-            axis.margins(y=0.2)
-            for edge in range(len(kinds) - 1):
-                axis.axvline(edge + 0.5, color="#bbbbbb", lw=0.8)
-    legend_above(figure, axes[0][0], 4)
-    figure.supxlabel(f"S {data['seqlen']}, head dim {data['d']}, no mask; ✕ at the top: NaN",
-                     fontsize=8)  # fmt: skip
-    return figure
-
-
 FIGURES = (
     Figure("speed", "Speed by sequence length, head dim 128, causal",
-           speed_data(FORWARD, BACKWARD, d=128, causal=True), draw_speed),
+           speed_data("forward", "backward", d=128, causal=True), draw_speed),
     Figure("speed_forward", "Forward speed by sequence length, head dim and mask",
-           speed_data(FORWARD), draw_speed),
+           speed_data("forward"), draw_speed),
     Figure("speed_backward", "Backward speed by sequence length, head dim and mask",
-           speed_data(BACKWARD), draw_speed),
+           speed_data("backward"), draw_speed),
     Figure("memory", "Peak extra memory by sequence length", memory_data, draw_memory),
-    Figure("io", "Bytes moved by sequence length, counted and predicted", io_data, draw_io),
-    Figure("roofline", "Roofline with each generation's kernels on it", roofline_data,
-           draw_roofline),
-    Figure("numerics", "Errors against float64 by type and input distribution", numerics_data,
-           draw_numerics),
 )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import results
 from cells import is_plain
 from common import Json
+from providers import LABELS
 
 import flash_ext
 from flash_ext.bench.measure import with_best_peer
@@ -41,24 +42,20 @@ def front_section(document: str = "README.md") -> str:
     return "\n\n".join(filter(None, (parts[0], *curves, " ".join(parts[1:]))))
 
 
-# A cell of the standard grid, the names of its rows in flash_ext.bench, in their order, and the
+# A cell of the standard grid, its rows in the order of flash_ext.bench, and the
 # arguments that ask for it.
 SAMPLE = {"dtype": "bf16", "d": 128, "causal": True, "seqlen": 4096, "batch": 4, "heads": 16,
           "direction": "forward"}  # fmt: skip
 SAMPLE_ARGUMENTS = "--shape 4 4096 16 128 --causal --forward"
-SAMPLE_ROWS = {
-    **{name: f"flash_ext {name}" for name in flash_ext.VARIANTS},
-    **{"flash": "SDPA flash", "cudnn": "SDPA cuDNN", "efficient": "SDPA efficient"},
-    **{f"flash_attn_{x}": f"flash-attn {x}" for x in (2, 3, 4)},
-    "standard": "standard attention",
-}
+SAMPLE_ROWS = (*flash_ext.VARIANTS, "flash", "cudnn", "efficient", "flash_attn_2", "flash_attn_3",
+               "flash_attn_4", "standard")  # fmt: skip
 
 
 def as_bench_cell(cell: Json) -> Json:
     """A cell of compare.py as one of flash_ext.bench, which has the same timer."""
     rows = {
-        label: {"us": r["ms"] * 1e3, "tflops": r["tflops"], "error": r["error"]}
-        for name, label in SAMPLE_ROWS.items()
+        LABELS[name]: {"us": r["ms"] * 1e3, "tflops": r["tflops"], "error": r["error"]}
+        for name in SAMPLE_ROWS
         if "ms" in (r := cell["providers"].get(name, {}))
     }
     shape = {
@@ -67,7 +64,7 @@ def as_bench_cell(cell: Json) -> Json:
         "head_dim_v": cell["d"], "causal": cell["causal"], "direction": cell["direction"],
         "dtype": "bfloat16", "rows": rows,
     }  # fmt: skip
-    return with_best_peer(shape, (x for n, x in SAMPLE_ROWS.items() if n not in flash_ext.VARIANTS))
+    return with_best_peer(shape, (LABELS[n] for n in SAMPLE_ROWS if n not in flash_ext.VARIANTS))
 
 
 def bench_section() -> str:

@@ -3,19 +3,43 @@
 from __future__ import annotations
 
 import itertools
-import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
-from cells import FP8_DIMS, GRID, SEQLENS, SOURCES, fp8_cells, is_plain, on_grid, shape_name
+from cells import (
+    FP8_DIMS,
+    GRID,
+    SEQLENS,
+    SOURCES,
+    best_of_peers,
+    fastest,
+    fp8_cells,
+    geometric_mean,
+    is_plain,
+    on_grid,
+    ratios,
+    shape_name,
+)
 from common import Json
 from fp8_providers import FP8, FP8_PROVIDERS
-from providers import BEST, LABELS
-from ratios import best_of_peers, fastest, geometric_mean, ratio_spread, ratios
+from host import CALLS
+from providers import BEST, LABELS, PEERS
 
 import flash_ext
 
-from .tables import NO, Entry, has_grid, load, mask_of, pivot, provenance, select, speeds, table
+from .tables import (
+    NO,
+    Entry,
+    device_of,
+    has_grid,
+    load,
+    mask_of,
+    pivot,
+    provenance,
+    select,
+    speeds,
+    table,
+)
 
 BOTH = ("forward", "backward")
 PACKAGES = ("flash_attn_4", "flash_attn_3", "flash_attn_2")
@@ -30,12 +54,10 @@ KNOWN = (  # models of the page for readers
     "Gemma 2 9B, global layers", "gpt-oss 20B, local layers", "DeepSeek-V3", "BERT base", "FLUX.1",
     "Llama 3.1 8B, decoding 32 x 4k",
 )  # fmt: skip
+GAIN_LENGTH = 2048
 OURS_FP8 = FP8_PROVIDERS[0].name
 FP8_PEER = "best peer, bf16"  # the fastest in bfloat16 that is not ours, cell by cell
-FP8_ROWS = {p.name: p.label for p in FP8_PROVIDERS} | {
-    "fa3": "flash_ext fa3, bf16",
-    FP8_PEER: FP8_PEER,
-}
+FP8_OVER = {"cudnn_fp8": "cuDNN, FP8", "fa3": "flash_ext fa3, bf16", FP8_PEER: FP8_PEER}
 
 
 def words_of(folder: Path, direction: str) -> str:
@@ -89,6 +111,19 @@ def models_table(folder: Path) -> str:
     return pivot(["model", "shape"], entries())
 
 
+def gains(folder: Path, after: str, before: str) -> str:
+    """One way to compute over the one before, at one length of the grid without a mask."""
+
+    def entries() -> Iterator[Entry]:
+        for way in BOTH:
+            for c in select(has_grid(folder, way, after, before), causal=False, seqlen=GAIN_LENGTH):
+                a, b = (c["providers"][n]["tflops"] for n in (after, before))
+                line = (f"{LABELS[after]} over {LABELS[before]}, d {c['d']}",)
+                yield line, f"{way}, TFLOP/s", f"{a:.0f} over {b:.0f}: {a / b:.2f}×"
+
+    return pivot([f"{device_of(folder)}, S {GAIN_LENGTH}, full"], entries())
+
+
 def fp8_summary(folder: Path) -> str:
     """FP8's geometric means over S, by head dim and mask."""
 
@@ -98,9 +133,11 @@ def fp8_summary(folder: Path) -> str:
             found = [r["tflops"] for c in cells if "ms" in (r := c["providers"].get(OURS_FP8, {}))]
             if found:
                 yield line, "up to TFLOP/s", f"{max(found):.0f}"
-            for name in ("cudnn_fp8", "fa3", FP8_PEER):
+            for name, label in FP8_OVER.items():
                 if values := ratios(cells, OURS_FP8, name):
-                    yield line, f"over {FP8_ROWS[name]}", f"{geometric_mean(values):.2f}"
+                    yield line, f"over {label}", f"{geometric_mean(values):.2f}"
+            if values := ratios(cells, "fa3_int8", OURS_FP8):
+                yield line, "q and k in int8, over FP8", f"{geometric_mean(values):.2f}"
 
     return pivot(["fa3 in FP8, forward"], entries())
 
@@ -125,25 +162,6 @@ def ratio_table(cells: list[Json]) -> str:
     return pivot([""], entries(), (f"{a} / {LABELS[b]}" for a, b in pairs))
 
 
-def spread_note(cells: list[Json]) -> str:
-    """How far the quartiles of times move a cell's ratio, and what the GPU did meanwhile."""
-    spreads = [s for c in cells for pair in PAIRS if (s := ratio_spread(c, *pair)) is not None]
-    if not spreads:
-        return ""
-    note = (
-        f"The quartiles of the times keep a cell's ratio within {statistics.median(spreads):.1%}"
-        f" (median of {len(spreads)} ratios), {max(spreads):.1%} at most."
-    )
-    states = [c["gpu"] for c in cells if "gpu" in c]
-    if states:
-        clocks, watts = ([s[k] for s in states if k in s] for k in ("sm_mhz", "power_w"))
-        note += (
-            f" Meanwhile the SM clock was {min(clocks):.0f} to {max(clocks):.0f} MHz, the power"
-            f" {min(watts):.0f} to {max(watts):.0f} W, medians of each cell."
-        )
-    return note
-
-
 def speed_table(cells: list[Json]) -> str:
     """TFLOP/s of one direction: rows are head dim, mask and provider, columns are S."""
     order = sorted(cells, key=lambda c: (c["d"], c["causal"], c["seqlen"]))
@@ -161,82 +179,33 @@ def speed_table(cells: list[Json]) -> str:
     return pivot(["d, mask", ""], entries(), (f"S {s}" for s in SEQLENS))
 
 
-def other_table(cells: list[Json]) -> str:
-    """Few heads, in TFLOP/s, and few queries, in TB/s of K and V."""
-    names = [n for n in ROWS if any("ms" in c["providers"].get(n, {}) for c in cells)]
-    rows = []
-    for c in sorted(cells, key=lambda c: (
-        c.get("seqlen_q", 0), c["direction"] != "forward", c["dtype"], c["d"], c["batch"],
-        c["seqlen"], c["heads"], c.get("kv_heads") or c["heads"],
-    )):  # fmt: skip
-        few = bool(c.get("seqlen_q"))
-        queries = f"{c['seqlen_q']} x " if few else ""
-        found = [c["providers"].get(n, {}).get("tbps" if few else "tflops") for n in names]
-        size = f"{c['batch']} x {queries}{c['seqlen']}, heads {c['heads']}/"
-        rows.append([
-            f"{c['direction']}, {c['dtype']}, d {c['d']}, {mask_of(c)}, {size}"
-            f"{c.get('kv_heads') or c['heads']}, {'TB/s of K and V' if few else 'TFLOP/s'}",
-            *(NO if s is None else f"{s:.2f}" if few else f"{s:.0f}" for s in found),
-        ])  # fmt: skip
-    return table(["few heads or queries", *(LABELS[n] for n in names)], rows)
-
-
 def shapes_table(cells: list[Json]) -> str:
-    """Shapes of models, or under sustained load: speed of our fastest variant and the fastest peer
-    that ran the shape, how many times as fast, and the power."""
-    powers = any("power_w" in r for c in cells for r in c["providers"].values())
+    """Shapes of models, or of few heads or queries: the speed of our fastest variant and of the
+    fastest peer that ran the shape, and how many times as fast."""
     rows = []
     for c in cells:
         if not (found := ours_and_best(c)):
             continue
         own, best = found
         both = [own, best] if best else [own]
-        name = f"{c['model']} ({SOURCES.get(c['model'], '')})" if c.get("model") else "grid"
+        name = f"{c['model']} ({SOURCES.get(c['model'], '')})" if c.get("model") else ""
+        few = c.get("seqlen_q") and not c.get("model")  # of which reading K and V is the work
+        speeds = (f"{r['tbps']:.2f} TB/s" if few else f"{r['tflops']:.0f}" for r in both)
         rows.append([
             name, f"{c['direction']}, {shape_name(c)}",
-            *(f"{r['tflops']:.0f} {LABELS[r['of']]}" for r in both), *([NO] * (2 - len(both))),
+            *(f"{s} {LABELS[r['of']]}" for s, r in zip(speeds, both, strict=True)),
+            *([NO] * (2 - len(both))),
             f"{best['ms'] / own['ms']:.2f}" if best else NO,
-            *([" / ".join(f"{r['power_w']:.0f}" for r in both if "power_w" in r)] * powers),
         ])  # fmt: skip
-    head = ["shape of", "", "TFLOP/s, ours", "fastest peer", "times as fast", *["W"] * powers]
+    head = ["shape of", "", "TFLOP/s, ours", "fastest peer", "times as fast"]
     return table(head, rows, words=2)
-
-
-def neighbors_table(cells: list[Json]) -> str:
-    """Each shape with its slowest neighbor, and how fast that is beside it."""
-    rows = []
-    fields = "d", "d_v", "causal", "batch", "near", "direction"
-    groups: dict[tuple[object, ...], list[Json]] = {}
-    for c in cells:
-        groups.setdefault(tuple(c.get(f) for f in fields), []).append(c)
-    for group in groups.values():
-        own, *others = group  # the shape itself is measured first
-        (speed, *rest) = (c["providers"]["fa3"]["tflops"] for c in group if c["providers"])
-        slowest, at = min(zip(rest, others, strict=True), key=lambda x: x[0])
-        rows.append([
-            shape_name(own), own["direction"], f"{speed:.0f}",
-            f"S {at['seqlen']}, H {at['heads']}", f"{slowest / speed:.2f}",
-        ])  # fmt: skip
-    head = ["shape", "direction", "TFLOP/s of fa3", "slowest neighbor", "of its speed"]
-    return table(head, rows, words=2)
-
-
-def best_note(cells: list[Json]) -> str:
-    """What "best peer" means; "" if there is none."""
-    if not any(BEST in c["providers"] for c in cells):
-        return ""
-    versions = {c["setup"]["flash_attn_4"] for c in cells if "flash_attn_4" in c["setup"]}
-    return (
-        "The best peer is the faster of SDPA cuDNN and flash-attn 4 in a cell, both measured in the"
-        f" same process; flash-attn 4 is {', '.join(versions)}."
-    )
 
 
 def host_table(rows: list[Json]) -> str:
     """The CPU's time per call."""
 
     def entries() -> Iterator[Entry]:
-        for row in rows:
+        for row in select(rows, call=CALLS):
             for name in ("auto", *ROWS):
                 if "us" in row["providers"].get(name, {}):
                     line = (f"host time per call, {row['call']}, µs",)
@@ -258,26 +227,20 @@ def speed_section(folder: Path) -> Iterator[str]:
         " S, and the smallest in brackets:"
     )
     yield ratio_table(cells)
-    yield spread_note(cells)
-    yield best_note(cells)
     for direction in BOTH:
         yield f"{direction.capitalize()}, TFLOP/s:"
         yield speed_table(select(cells, direction=direction, dtype="bf16"))
     special = ("d_v", "window", "model", "near", "sustained")
     others = [c for c in every if not is_plain(c) and not any(c.get(name) for name in special)]
-    yield other_table([c for c in others if c["dtype"] != FP8])
-    if models := [c for c in every if c.get("model") and not c.get("sustained")]:
+    if few := [c for c in others if c["dtype"] != FP8]:
+        yield f"Few heads or queries (TB/s: of K and V): {provenance(few)}."
+        yield shapes_table(few)
+    if models := [c for c in every if c.get("model")]:
         yield f"Shapes of models: {provenance(models)}."
         yield shapes_table(models)
-    if steady := [c for c in every if c.get("sustained")]:
+    if steady := [c for c in every if c.get("sustained") and not c.get("graph")]:
         yield f"Back to back, at the power limit: {provenance(steady)}."
         yield shapes_table(steady)
-    if near := [c for c in every if c.get("near")]:
-        yield (
-            "Shapes with a row, a tile of 128 rows or a head more or less, or half a tile more:"
-            f" {provenance(near)}."
-        )
-        yield neighbors_table(near)
     if host := load("host", folder):
         yield f"Times of the host: {provenance(host, 'host')}."
         yield host_table(host)
@@ -288,8 +251,7 @@ def fp8_groups(folder: Path) -> Iterator[tuple[tuple[str, bool], list[Json]]]:
     """The cells of --set fp8 by head dims and mask, with the best peer in bfloat16."""
 
     def with_peer(cell: Json) -> Json:
-        ours = {*flash_ext.VARIANTS, *(p.name for p in FP8_PROVIDERS)}
-        peers = [r for name, r in cell["providers"].items() if name not in ours and "ms" in r]
+        peers = [r for name, r in cell["providers"].items() if name in PEERS and "ms" in r]
         best = {FP8_PEER: min(peers, key=lambda r: r["ms"])} if peers else {}
         return cell | {"providers": cell["providers"] | best}
 
@@ -299,40 +261,11 @@ def fp8_groups(folder: Path) -> Iterator[tuple[tuple[str, bool], list[Json]]]:
         yield (str(d) if d == d_v else f"{d}/{d_v}", causal), list(group)
 
 
-def fp8_table(folder: Path) -> str:
-    """TFLOP/s by head dim, mask and provider, and what fa3 in FP8 is over each."""
-
-    def entries() -> Iterator[Entry]:
-        for (d, causal), cells in fp8_groups(folder):
-            for name, label in FP8_ROWS.items():
-                line = f"{d} {'causal' if causal else 'full'}", label
-                found = [c for c in cells if "ms" in c["providers"].get(name, {})]
-                for c in found:
-                    yield line, f"S {c['seqlen']}", f"{c['providers'][name]['tflops']:.0f}"
-                values = ratios(cells, OURS_FP8, name) if name != OURS_FP8 else []
-                text = f"{geometric_mean(values):.2f} ({min(values):.2f})" if values else NO
-                if found:
-                    yield line, "fa3 in FP8 over it", text
-
-    return pivot(["d, mask", "TFLOP/s"], entries())
-
-
 def fp8_speed_section(folder: Path) -> Iterator[str]:
     """The table of FP8's speeds."""
-    if not (cells := fp8_cells(load("compare", folder))):
-        return
-    versions = {c["setup"]["cudnn_fp8"] for c in cells if "cudnn_fp8" in c["setup"]}
-    peer = f" nvidia-cudnn-frontend {', '.join(versions)}." if versions else ""
-    yield (
-        f"{provenance(cells)}.{peer} Forward, inputs quantized before, cold L2, medians; in"
-        " brackets the smallest over S."
-    )
-    yield fp8_table(folder)
-    reasons = dict.fromkeys(
-        f"- {p.label}, d {c['d']}: {c['providers'][p.name]['skipped'].rstrip('.')}."
-        for c in cells
-        for p in FP8_PROVIDERS
-        if "skipped" in c["providers"].get(p.name, {})
-    )
-    if reasons:
-        yield "Not measured:\n\n" + "\n".join(reasons)
+    if cells := fp8_cells(load("compare", folder)):
+        yield (
+            f"{provenance(cells)}. Forward, inputs quantized before, cold L2, medians; geometric"
+            " means over S."
+        )
+        yield fp8_summary(folder)

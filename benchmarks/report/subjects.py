@@ -1,4 +1,4 @@
-"""The tables of everything but speed: bytes, memory, errors, training, options, many GPUs, builds.
+"""The tables of everything but speed: memory, FP8's errors, training, options, many GPUs.
 
 Each section yields the parts of one GPU, and nothing if its subject was not measured there.
 """
@@ -9,38 +9,15 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-import builds
 from cells import GRID
 from common import Json
 from options import MEASURED, MIXED, OPTIONS, PLAIN, REPEATS, TABLES
 from providers import LABELS
 
-from .tables import NO, Entry, load, mask_of, pivot, provenance, select, size_name, table
+from .tables import NO, Entry, load, mask_of, pivot, provenance, select, size_name
 
 PASSES = ("forward", "backward")
-
-
-# ------------------------------------------------------------------------------- bytes and memory
-def io_section(folder: Path) -> Iterator[str]:
-    """Bytes of one call at the second longest S, by head dim and number of heads."""
-    cases = [c for c in load("io", folder) if "sm" in c]
-    if not cases:
-        return
-    longest = sorted({c["seqlen"] for c in cases})[-2:][0]
-    rows = []
-    for c in select(cases, seqlen=longest):
-        sizes = (c["hbm_read"], c["hbm_written"], c["sm"], c["model"])
-        rows.append([
-            f"{c['direction']}, d {c['d']}, {c['heads']} heads",
-            LABELS.get(c["method"], f"flash_ext {c['method']}"),
-            *(f"{x / 1e6:,.0f}" for x in sizes),
-            f"{c['sm'] / c['theta']:.1f}",
-            f"{c['shared_bytes'] / 1024:.0f}",
-        ])  # fmt: skip
-    head = [f"S {longest}, MB", "", "HBM read", "HBM written", "L2 and SMs", "by the loops",
-            "over Θ", "M, KiB"]  # fmt: skip
-    yield f"{provenance(cases)}."
-    yield table(head, rows, words=2)
+MIXED_LABELS = {"as drawn": "flash_ext", "varlen_attn": "torch's varlen_attn"}
 
 
 def memory_table(folder: Path, *directions: str) -> str:
@@ -71,84 +48,25 @@ def memory_section(folder: Path) -> Iterator[str]:
         yield memory_table(folder, "forward", "both")
 
 
-# -------------------------------------------------------------------------------------- errors
-def numerics_section(folder: Path) -> Iterator[str]:
-    """Errors against float64 at the longest S without a mask, and of softmax alone."""
-    rows = load("numerics", folder)
-    cells = [c for c in rows if "distribution" in c]
-    if not cells:
-        return
-    longest = max(c["seqlen"] for c in cells)
-
-    def errors() -> Iterator[Entry]:
-        for c in select(cells, seqlen=longest, causal=False):
-            for tensor in ("out", "dq"):
-                for name, found in c["providers"].items():
-                    r = found.get(tensor, {})
-                    text = f"{r['rms']:.1e} / {r['max']:.0e}" if "rms" in r else NO
-                    line = (f"{c['dtype']}, {c['distribution']}, {tensor}",)
-                    yield line, LABELS[name], "NaN" if "finite" in r else text
-
-    def softmax() -> Iterator[Entry]:
-        for row in (r for r in rows if "forms" in r):
-            for name, r in row["forms"].items():
-                share = r.get("finite", 1)
-                text = f"{r.get('rms', math.nan):.0e}" if share == 1 else f"{1 - share:.1%} NaN"
-                yield (f"N(0, {row['scale']:g}²), largest {row['largest']:g}",), name, text
-
-    yield f"{provenance(rows)}. Errors over the exact tensor's RMS:"
-    yield pivot([f"S {longest}, RMS / max"], errors())
-    yield pivot(["logits, float32"], softmax())
-
-
+# ----------------------------------------------------------------------------------------- FP8
 def fp8_errors_section(folder: Path) -> Iterator[str]:
-    """Errors of FP8: outliers, the number of keys, one key among many."""
-    rows = load("fp8_errors", folder)
-    if not rows:
-        return
-
-    def outliers() -> Iterator[Entry]:
-        for row in select(rows, experiment="outliers"):
-            column = f"d {row['d']}, {row['seqlen']} keys, by {row['by']}"
-            for name, r in row["methods"].items():
-                yield (name,), column, f"{r['rmse']:.1e} ({r['rmse_max']:.1e})"
-
-    def lengths() -> Iterator[Entry]:
-        for r in select(rows, experiment="length"):
-            line = (f"d {r['d']}, {r['queries']} queries, values of mean {r['mean']:g}",)
-            yield line, f"{r['keys']} keys", f"{r['error']:.1e}"
-
-    needle = [
-        [f"{r['queries']} queries, {r['keys']} keys, the one at {r['where']:g}",
-         f"{r['weight']:.2f}", f"{r['from_bf16']:.1e}", f"{r['from_float64']:.1e}"]
-        for r in select(rows, experiment="needle")
-    ]  # fmt: skip
-    yield f"Errors (`fp8_errors.py --help` defines them): {provenance(rows)}."
-    yield pivot(["RMSE, mean of seeds (worst)"], outliers())
-    yield pivot(["relative error"], lengths())
-    yield table(["one key", "weight", "from bf16", "from float64"], needle)
-
-
-def fp8_model_section(folder: Path) -> Iterator[str]:
-    """The loss of trained models, and its relative difference from bfloat16's."""
-    rows = load("fp8_model", folder)
+    """Errors of FP8 on inputs with outliers."""
+    rows = select(load("fp8_errors", folder), experiment="outliers")
 
     def entries() -> Iterator[Entry]:
-        for m in rows:
-            column = (f"{m['layers']} layers, {m['heads']} heads of {m['d']}, S {m['seqlen']},"
-                      f" {m['steps']} steps")  # fmt: skip
-            for name, r in m["attentions"].items():
-                if "loss" in r:
-                    yield (name,), column, f"{r['loss']:.4f} ({r['difference']:+.1e})"
+        for row in rows:
+            for name, r in row["methods"].items():
+                text = f"{r['rmse']:.1e} ({r['rmse_max']:.1e})"
+                yield (name,), f"d {row['d']}, {row['seqlen']} keys", text
 
     if rows:
-        yield f"Trained models: {provenance(rows)}."
-        yield pivot(["loss, nats a byte (difference)"], entries())
+        yield f"Errors (`fp8_errors.py --help` defines them): {provenance(rows)}."
+        yield pivot(["RMSE, mean of seeds (worst)"], entries())
 
 
 # ------------------------------------------------------------------------------------ training
 SIZES = {"small": "GPT-2 small", "medium": "GPT-2 medium", "bert-large": "as BERT-large",
-         "long-range": "as long-range arena", "llama": "4 layers as Llama 3.1 8B's"}  # fmt: skip
+         "llama": "4 layers as Llama 3.1 8B's"}  # fmt: skip
 
 
 def training_rows(folder: Path) -> list[Json]:
@@ -173,28 +91,27 @@ def training_summary(folder: Path) -> str:
 def training_section(folder: Path) -> Iterator[str]:
     """Tokens per second, the ratio to SDPA, and the peak memory of each attention."""
     cells = training_rows(folder)
-    if not cells:
-        return
-    rows = []
-    for cell in cells:
-        found = cell["providers"]
-        base = found.get("sdpa", {}).get("tokens_per_second")
-        for name, r in found.items():
-            row = [f"{SIZES.get(cell['model'], cell['model'])}, S {cell['seqlen']}", LABELS[name]]
-            speed = r.get("tokens_per_second")
-            if speed is None:
-                why = "no memory" if "out of memory" in r["skipped"] else NO
-                rows.append([*row, "wrong" if r.get("wrong") else why, NO, NO, NO])
-                continue
-            ratio = f"{speed / base:.2f}" if base else NO
-            peak = f"{r['peak_bytes'] / 2**30:.1f}"
-            rows.append([*row, f"{speed:,.0f}", ratio, peak, f"{r['share']:.0%}"])
-    backends = sorted({c["sdpa_backend"] for c in cells if "sdpa_backend" in c})
-    yield (f"{provenance(cells, 'train')}. Median step, eager. SDPA chose"
-           f" {' and '.join(backends)}. Steps that the CPU could not enqueue fast enough are left"
-           " out.")  # fmt: skip
-    head = ["size", "attention", "tokens/s", "over SDPA", "peak GiB", "attention's share"]
-    yield table(head, rows, words=2)
+
+    def entries() -> Iterator[Entry]:
+        for cell in cells:
+            base = cell["providers"].get("sdpa", {}).get("tokens_per_second")
+            for name, r in cell["providers"].items():
+                line = f"{SIZES.get(cell['model'], cell['model'])}, S {cell['seqlen']}"
+                entry = line, LABELS[name]
+                if speed := r.get("tokens_per_second"):
+                    yield entry, "tokens/s", f"{speed:,.0f}"
+                    yield entry, "over SDPA", f"{speed / base:.2f}" if base else NO
+                    yield entry, "peak GiB", f"{r['peak_bytes'] / 2**30:.1f}"
+                else:
+                    why = "no memory" if "out of memory" in r["skipped"] else NO
+                    yield entry, "tokens/s", "wrong" if r.get("wrong") else why
+
+    if cells:
+        yield (
+            f"{provenance(cells, 'train')}. Median step, eager. Steps that the CPU could not"
+            " enqueue fast enough are left out."
+        )
+        yield pivot(["size", "attention"], entries())
 
 
 # ------------------------------------------------------------------------------------- options
@@ -231,19 +148,15 @@ def options_section(folder: Path) -> Iterator[str]:
         for variant, direction in MIXED:
             for c in select(rows, table="mix", variant=variant, direction=direction):
                 line = (f"{variant} {direction}, d {c['d']}, {mask_of(c)}",)
-                for name, r in c["results"].items():
-                    if "tflops" in r:
-                        text = f"{r['tflops']:.0f} ({r.get('over_dense', math.nan):.2f})"
-                        yield line, name, text
+                for name, label in MIXED_LABELS.items():
+                    if "tflops" in (r := c["results"].get(name, {})):
+                        yield line, label, f"{r['tflops']:.0f}"
 
     columns = (f"{v} {way}, d {d}" for v, way in MEASURED for d in sorted({c["d"] for c in rows}))
     first = rows[0]
-    ranges = [r for c in rows for r in c["results"].values() if "ratio_range" in r]
-    spread = max((abs(x / r["ratio"] - 1) for r in ranges for x in r["ratio_range"]), default=0.0)
     yield (
         f"{provenance(rows)}. Time over that of the plain call, full / causal: {first['dtype']}, B"
-        f" {first['batch']}, S {first['seqlen']}, {first['heads']} heads; quartiles within"
-        f" {spread:.1%} of the ratio."
+        f" {first['batch']}, S {first['seqlen']}, {first['heads']} heads."
     )
     yield pivot(["option"], options(), columns)
     yield (
@@ -255,112 +168,52 @@ def options_section(folder: Path) -> Iterator[str]:
         m = mix[0]
         yield (
             f"Packed self-attention, {m['sequences']} sequences of {m['shortest']} to"
-            f" {m['longest']} tokens, {m['tokens']} in all, {GRID['hidden']} // d heads; torch's"
-            f" varlen_attn beside them. Dense: B {m['dense_batch']}, S {m['dense_seqlen']}, about"
-            " as many FLOPs."
+            f" {m['longest']} tokens, {m['tokens']} in all, {GRID['hidden']} // d heads."
         )
-        yield pivot(["TFLOP/s (over dense)"], mixed())
+        yield pivot(["TFLOP/s"], mixed())
 
 
 # ----------------------------------------------------------------------------------- many GPUs
-def provider_of(row: Json) -> str:
-    """Who computed, and what makes it unlike the others."""
-    over = f", over {row['over']}" if "over" in row else ""
-    plain = row["provider"].startswith("torch") and row.get("heads_k") == row.get("heads_q")
-    return row["provider"] + over + (", no GQA" if plain else "")
-
-
 def distributed_rows(folder: Path) -> list[Json]:
-    """The cells that ran, by length and number of GPUs."""
-    rows = [c for c in load("distributed", folder) if "error" not in c]
+    """The cells that ran of methods that are measured, by length and number of GPUs."""
+    left_out = ("two_level", "torch flash", " ring_flash")
+    rows = [c for c in select(load("distributed", folder), kind="causal")
+            if "error" not in c and not any(x in c["provider"] for x in left_out)]  # fmt: skip
     return sorted(rows, key=lambda c: (c["kind"], c["ranks"], c["rows"]))
 
 
-def distributed_table(rows: list[Json], brief: bool = False) -> str:
+def distributed_table(rows: list[Json], memory: bool = False) -> str:
     """A line for each provider of each cell."""
 
-    def speed(result: Json) -> str:
-        share = f" ({result['share']:.0%})" if "share" in result else ""
-        return f"{result['tflops']:.0f}{share}"
+    def entries() -> Iterator[Entry]:
+        for c in rows:
+            over = f", over {c['over']}" if "over" in c else ""
+            line = f"{c['kind']}, {c['rows']:,} tokens, {c['ranks']} GPUs", c["provider"] + over
+            for way in PASSES:
+                r = c.get(way, {})
+                share = f" ({r['share']:.0%})" if "share" in r else ""
+                text = f"{r['tflops']:.0f}{share}" if r else NO
+                yield line, f"{way}, TFLOP/s a GPU" if way == "forward" else way, text
+            if memory:
+                yield line, "GiB a GPU", f"{c['peak_bytes'] / 2**30:.2f}"
 
-    def over(row: Json, above: str, below: str) -> str:
-        found = [f"{row[x][above] / row[x][below]:.2f}" for x in PASSES
-                 if {above, below} <= row.get(x, {}).keys()]  # fmt: skip
-        return ", ".join(found) or NO
-
-    lines = [
-        [
-            f"{c['kind']}, {c['rows']:,} tokens, {c['ranks']} GPUs",
-            provider_of(c),
-            *(speed(c[x]) if x in c else NO for x in PASSES),
-            f"{c['peak_bytes'] / 2**30:.2f}" if "peak_bytes" in c else NO,
-            over(c, "model_ms", "ms"),
-            over(c, "ms", "auto_ms"),
-        ]
-        for c in rows
-    ]
-    head = ["sequence", "provider", "forward, TFLOP/s a GPU", "backward", "GiB a GPU",
-            "model / measured", "its time / auto's, in turns"]  # fmt: skip
-    if brief:
-        head, lines = head[:4], [line[:4] for line in lines]
-    return table(head, lines, words=2)
+    return pivot(["sequence", "provider"], entries())
 
 
 def distributed_summary(folder: Path) -> str:
     """The methods and the best peers, on the most GPUs that were measured at 131,072 tokens."""
-    left_out = ("collectives", "two_level", "torch flash", " ring_flash")
     rows = select(distributed_rows(folder), kind="causal", rows=131072)
     most = max((c["ranks"] for c in rows), default=0)
-    chosen = [c for c in rows if c["ranks"] == most
-              and not any(words in c["provider"] for words in left_out)]  # fmt: skip
-    return distributed_table(chosen, brief=True)
+    return distributed_table([c for c in select(rows, ranks=most)
+                              if "collectives" not in c["provider"]])  # fmt: skip
 
 
 def distributed_section(folder: Path) -> Iterator[str]:
     """Everything of distributed.py."""
-    every = load("distributed", folder)
-    if not every:
-        return
-    rows = distributed_rows(folder)
-    steps = [c for c in rows if c["kind"] == "training"]
-    yield (
-        f"{provenance(every, 'distributed')}. `distributed.py --help` says how this was measured."
-        " In brackets the share of one GPU's rate on the same work without communication."
-    )
-    yield distributed_table([c for c in rows if c not in steps])
-    if steps:
-        names = {"auto": "flash_ext", "torch": "SDPA under context_parallel, no GQA"}
-        body = [
-            [f"{r['layers']} layers of width {r['width']}, {r['heads']}/{r['kv_heads']} heads,"
-             f" {r['rows']:,} tokens, {r['ranks']} GPUs",
-             names[r["provider"]], f"{r['tokens_per_second']:,.0f}",
-             f"{r['losses'][0]:.3f} to {r['losses'][-1]:.3f}", f"{r['peak_bytes'] / 2**30:.1f}"]
-            for r in steps
-        ]  # fmt: skip
-        head = ["examples/train_long.py", "attention", "tokens/s", "loss", "GiB a GPU"]
-        yield table(head, body, words=2)
-    if reasons := dict.fromkeys((c["provider"], c["error"]) for c in every if "error" in c):
-        lines = (f"- {provider}: {error.rstrip('.')}." for provider, error in reasons)
-        yield "Not measured:\n\n" + "\n".join(lines)
-
-
-# -------------------------------------------------------------------------------------- builds
-def builds_section(folder: Path) -> Iterator[str]:
-    """Times of an earlier build over those of a later one."""
-    rows = load("builds", folder)
-    for over in sorted({r["over"] for r in rows}):
-        same = select(rows, over=over)
+    if rows := distributed_rows(folder):
         yield (
-            f"{provenance(same)}; before it source `{over}`. Times before over times now, medians"
-            " of turns; above 1 the later source is faster."
+            f"{provenance(rows, 'distributed')}. `distributed.py --help` says how this was"
+            " measured. In brackets the share of one GPU's rate on the same work without"
+            " communication."
         )
-        yield table(
-            ["cells", "variant", "direction", "number", "geometric mean", "smallest"],
-            [[s["set"], s["variant"], s["direction"], f"{s['cells']}",
-              f"{s['geometric_mean']:.3f}", f"{s['min']:.3f} ({s['min_at']})"]
-             for s in builds.summarise(same)],
-            words=3,
-        )  # fmt: skip
-        if host := [r for r in same if "host" in r]:
-            times = (f"{r['host']} {r['before']:.1f}, {r['now']:.1f}" for r in host)
-            yield f"The CPU's time per call, µs before and now: {'; '.join(times)}."
+        yield distributed_table(rows, memory=True)

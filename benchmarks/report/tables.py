@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import common
 import results
-from cells import standard_cells
+from cells import standard_cells, with_best
 from common import Json
-from ratios import with_best
+from providers import DISTRIBUTIONS
 
 NO, UNKNOWN = "–", "not measured yet"
 NOWHERE = f"On a GPU: {UNKNOWN}."
@@ -75,7 +74,9 @@ def provenance(rows: list[Json], subject: str = "") -> str:
     digests = (f"source `{every('digest')}`" if subject in results.PACKAGE
                else f"kernels `{every('kernels')}`")  # fmt: skip
     versions = f"torch {every('torch')}, cuDNN {every('cudnn')}, driver {every('driver')}"
-    return f"{versions}; {every('date', lambda date: str(date)[:10])}; {digests}"
+    peers = "".join(f", {package} {every(name)}" for name, package in DISTRIBUTIONS.items()
+                    if any(name in s for s in setups))  # fmt: skip
+    return f"{versions}{peers}; {every('date', lambda date: str(date)[:10])}; {digests}"
 
 
 def device_of(folder: Path) -> str:
@@ -96,20 +97,6 @@ def gpu_folders(subject: str = "*") -> list[Path]:
 def main_gpu() -> Path | None:
     """The GPU of which most is measured, if there is one."""
     return next(iter(gpu_folders()), None)
-
-
-def number(x: float, digits: int = 3) -> str:
-    """A number to so many digits, or to all of those before the point; never with an exponent
-    because it is large."""
-    if math.isinf(x):
-        return "∞" if x > 0 else "-∞"
-    return f"{x:,.0f}" if abs(x) >= 10**digits - 0.5 else f"{x:.{digits}g}"
-
-
-def span(values: list[float], unit: str = "×", digits: int = 3) -> str:
-    """The range of some numbers, or the one number that they all are."""
-    low, high = (number(x, digits) + unit for x in (min(values), max(values)))
-    return low if low == high else f"{low} – {high}"
 
 
 def size_name(value: float) -> str:
