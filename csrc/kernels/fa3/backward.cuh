@@ -136,7 +136,7 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
         Operand& rdS;
         GradientK& rdK;
         GradientV& rdV;
-        DQ& rdQ;  // in the registers of S or dP
+        DQ& rdQ;  // may be in the registers of S or dP
 
         WorkTileState tile{};
         PipelineState<1> kv{};                     // of K and V
@@ -371,13 +371,15 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
     }
 
     FLASH_DEVICE void consume() const {
+        using enum tuning::Fa3DQRegisters;
         Scores rS, rdP;
         Operand rP, rdS;
         GradientK rdK;
         GradientV rdV;
-        // dQ takes the registers of S or dP, both of which are in rP and rdS when it starts.
-        // ptxas 12.9: at d 64 in its own or in those of S, wgmma is serialized.
-        DQ& rdQ = reinterpret_cast<DQ&>(kTuning.dq_takes_scores ? rS : rdP);
+        DQ own_rdQ;
+        DQ& rdQ = kTuning.dq_registers == kOwn    ? own_rdQ
+                  : kTuning.dq_registers == kOfDP ? reinterpret_cast<DQ&>(rdP)
+                                                  : reinterpret_cast<DQ&>(rS);
         State s{rS, rdP, rP, rdS, rdK, rdV, rdQ};
         // Ping-pong: a consumer starts its iteration after the other has started dP.
         if (consumer == 1) Order::signal_next(consumer);  // consumer 0 starts

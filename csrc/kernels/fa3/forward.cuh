@@ -63,7 +63,8 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
         Tiles::query_of, Tiles::release, Tiles::release_and_advance, Tiles::v_pipeline,
         Tiles::work_tiles;
     using typename Tiles::KTile, typename Tiles::Order, typename Tiles::Output,
-        typename Tiles::QTile, typename Tiles::VTile;
+        typename Tiles::QTile, typename Tiles::VTile, typename Tiles::QPipeline,
+        typename Tiles::KPipeline, typename Tiles::VPipeline, typename Tiles::WorkTileState;
     // Does a consumer's softmax run beside its own P V? This takes two P. Four consumers have no
     // registers for that: the softmax of one runs beside the matmuls of the others.
     static constexpr bool kOverlap = kConsumers < 4;
@@ -72,10 +73,24 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
     using Scores = RegisterTile<16, kBlockKV>;
     using Softmax = OptimisticSoftmax<Element, kBlockKV>;
     using Probabilities = typename Softmax::Probabilities;
-    struct State : Tiles::template ConsumerState<Scores, Softmax> {
+    // What a consumer carries from one iteration to the next. The matrices are only referenced: as
+    // members they would make the compiler treat the whole object as an array in most passes.
+    struct State {
+        Scores& rS;
+        Output& rO;
+        Softmax& softmax;
         RowRescaling& rescaling;  // of O, before P V is added
         Softmax& prev_softmax;    // of the previous Q tile, until O is stored
 
+        typename QPipeline::State q{};
+        typename KPipeline::State k{};
+        typename VPipeline::State v{};
+        WorkTileState tile{}, output_tile{};  // of the scores, and of O
+
+        // The index of the KV tile of the scores: from the last one down to the first.
+        int kv_tile{}, first_kv_tile{};
+        Interval full_tiles{};                  // indices of the tiles that need no mask
+        bool k_ready = false, v_ready = false;  // has a test found the next stage full?
         int skipped_tiles = 0;  // number of the next KV tiles that only other consumers see
 
         bool first_iteration = true;  // P belongs to the first iteration of its Q tile
@@ -255,7 +270,7 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
         Output rO;
         Softmax softmax, prev_softmax;
         RowRescaling rescaling;
-        State x{{rS, rO, softmax}, rescaling, prev_softmax};
+        State x{rS, rO, softmax, rescaling, prev_softmax};
         constexpr int kNext = kOverlap;  // P V reads one P while the other is written
         Probabilities rP[1 + kNext];
 

@@ -49,8 +49,8 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         Tiles::params, Tiles::q_pipeline, Tiles::query_of, Tiles::release,
         Tiles::release_and_advance, Tiles::v_pipeline, Tiles::warp_row, Tiles::work_tiles;
     using typename Tiles::KTile, typename Tiles::Order, typename Tiles::Output,
-        typename Tiles::QTile, typename Tiles::VPipeline, typename Tiles::VTile,
-        typename Tiles::WorkTileState;
+        typename Tiles::QTile, typename Tiles::QPipeline, typename Tiles::KPipeline,
+        typename Tiles::VPipeline, typename Tiles::VTile, typename Tiles::WorkTileState;
     static constexpr bool kInt8 = std::is_same_v<QKElement, Int8>;
     static constexpr int kProducerRegisters = kTuning.transposer_registers;
     static constexpr int kConsumerRegisters = Tiles::consumer_registers(kProducerRegisters);
@@ -170,7 +170,19 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
 
     // --- Descales ---
 
-    struct State : Tiles::template ConsumerState<Scores, Softmax> {
+    struct State {  // as in forward.cuh
+        Scores& rS;
+        Output& rO;
+        Softmax& softmax;
+
+        typename QPipeline::State q{};
+        typename KPipeline::State k{};
+        typename VPipeline::State v{};
+        WorkTileState tile{}, output_tile{};
+        int kv_tile{}, first_kv_tile{};
+        Interval full_tiles{};
+        bool k_ready = false, v_ready = false;
+
         // Factors of the scores of two rows, and of the keys.
         float q_scale[2], k_scale[1 + kTwoKScales];
         int second_k_scale;  // the first column of k_scale[1], unless kWholeKBlocks
@@ -441,7 +453,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         Scores rS;
         Output rO;
         Softmax softmax;
-        State x{{rS, rO, softmax}};
+        State x{rS, rO, softmax};
         Probabilities rP;
 
         rO.clear();

@@ -222,25 +222,6 @@ struct Fa3ForwardTiles : Fa3Cta<Fa3ForwardParams, QueryTile, kTuning.consumers> 
 
     // --- Consumers ---
 
-    // What a consumer carries from one iteration to the next. The matrices are only referenced: as
-    // members they would make the compiler treat the whole object as an array in most passes.
-    template <class Scores, class Softmax>
-    struct ConsumerState {
-        Scores& rS;
-        Output& rO;
-        Softmax& softmax;
-
-        typename QPipeline::State q{};
-        typename KPipeline::State k{};
-        typename VPipeline::State v{};
-        WorkTileState tile{}, output_tile{};  // of the scores, and of O
-
-        // The index of the KV tile of the scores: from the last one down to the first.
-        int kv_tile{}, first_kv_tile{};
-        Interval full_tiles{};                  // indices of the tiles that need no mask
-        bool k_ready = false, v_ready = false;  // has a test found the next stage full?
-    };
-
     // With one stage, Q is released as soon as the tile's last scores are complete; with two, when
     // the next tile begins, so that the last iteration may belong to the unmasked main loop.
     static constexpr bool kReleaseEarly = QPipeline::kStages == 1;
