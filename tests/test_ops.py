@@ -463,12 +463,15 @@ def test_memory_grows_with_the_sequence_not_its_square(
             problem = dataclasses.replace(problem, lengths_q=lengths, lengths_k=lengths)
         inputs = make_inputs(problem, "cuda")
         device_step(inputs, problem, variant)
-        torch.cuda.synchronize()
-        gc.collect()  # or what other tests left goes within the step, and hides its peak
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        device_step(inputs, problem, variant)
-        peaks.append(torch.cuda.max_memory_allocated() - before)
+        found = []
+        for _ in range(3):  # what other tests left may go within a step, and hide its peak
+            torch.cuda.synchronize()
+            gc.collect()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            device_step(inputs, problem, variant)
+            found.append(torch.cuda.max_memory_allocated() - before)
+        peaks.append(max(found))
     # The allocator leaves up to 1 MiB of a reused block unsplit, in each of some eight tensors.
     assert peaks[1] <= 4 * peaks[0] + (8 << 20)
 
