@@ -124,12 +124,7 @@ def work(shards: Sharding, mask: Mask) -> dict[str, Any]:
     """What `cost.Call` says of the visible pairs and of how ranks share them."""
     pairs = plan.visible_pairs(shards, mask)
     balance = shards.ranks * max(pairs) / max(sum(pairs), 1)
-    return {"balance": _rounded(balance)} | sizes(shards, mask)
-
-
-def _rounded(x: float) -> float:
-    """To two digits, which is more than the model knows: like packings share its answers."""
-    return float(f"{x:.2g}")
+    return {"balance": balance} | sizes(shards, mask)
 
 
 @kept()
@@ -138,8 +133,7 @@ def sizes(shards: Sharding, mask: Mask) -> dict[str, Any]:
     documents = len(mask.documents_of(shards.rows)) - 1
     parts = 2 * documents if shards.documents is not None else documents / shards.ranks
     share = plan.share(shards.rows, mask)
-    facts = {"share": share, "documents": max(1, documents), "parts": max(1, parts)}
-    return {name: _rounded(x) for name, x in facts.items()}
+    return {"share": share, "documents": max(1, documents), "parts": max(1, parts)}
 
 
 @kept()
@@ -188,7 +182,9 @@ def choose_method(
     if not allowed:
         refuse("method", "one that runs this call", "; ".join(map(str, reasons.values())))
     outer = outer_of(groups, shards)
-    call = call_of(groups, q, k, v, shards.rows, work(outer, mask) | {"ring_kernels": 0})
+    # To two digits, which is more than the model knows: like packings share its answers.
+    facts = {name: float(f"{x:.2g}") for name, x in work(outer, mask).items()}
+    call = call_of(groups, q, k, v, shards.rows, facts | {"ring_kernels": 0})
     engines = symmetric.has_engines(transport, groups.across, q.device)
     machine = machine_of(q.device, groups.across, engines)
     method = cost.choose(call, machine, allowed)
