@@ -33,12 +33,13 @@ FLASH_DEVICE void transpose_fp8(uint32_t source, uint32_t target, int warp) {
     // Other chunks within an atom differ by an XOR, all else by a constant.
     const uint32_t from = source + Source::offset(lane, warp);
     const uint32_t to = target + Target::offset(16 * warp + column, matrix / 2);
+    constexpr int kUnrollBlocks = kFewRegisters ? kBlocksPerAtom : kBlocks;
     constexpr int kUnroll = kFewRegisters ? 1 : Source::kCols / 16;
 #pragma unroll kUnroll
     for (int chunk = 0; chunk < Source::kCols / 16; chunk += kWarps) {
         // Two blocks at a time: their latencies overlap, and this warp has few registers.
         constexpr int kAtOnce = kBlocks % 2 == 0 && !kFewRegisters ? 2 : 1;
-#pragma unroll
+#pragma unroll kUnrollBlocks
         for (int first_block = 0; first_block < kBlocks; first_block += kAtOnce) {
             uint32_t keys[kAtOnce][4];
 #pragma unroll

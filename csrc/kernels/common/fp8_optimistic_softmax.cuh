@@ -1,5 +1,5 @@
-// The form of fp8_softmax.cuh up to head dim 128, where exponentials take as long as matmuls, and
-// the instructions of an exact maximum are not hidden.
+// The form of fp8_softmax.cuh for head dim 64, where matmuls are short and the instructions of an
+// exact maximum are not hidden.
 //
 // m begins two above the maximum, and P is 2^(S scale - m + 7): so P is at most 32 then, and scores
 // may grow by almost four powers of two before P would be 448.

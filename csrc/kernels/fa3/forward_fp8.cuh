@@ -8,9 +8,9 @@
 //   the registers of S, and added to O in float32, which is rescaled by the same FMA. It is
 //   complete before S' = Q K^T starts.
 // - So a consumer's own steps do not overlap, and tiles have more keys. Consumers compute their
-//   exponentials in turns: each beside the matmuls of the other one. Up to head dim 128, with
-//   another softmax, they order their matmuls (ping-pong), and O is stored while the next Q tile's
-//   first scores are computed.
+//   exponentials in turns: each beside the matmuls of the other one. At head dim 64, with its other
+//   softmax, they order their matmuls (ping-pong). Up to head dim 128 O is stored while the next Q
+//   tile's first scores are computed.
 // - Q, K and V have descales. The softmax multiplies scores by Q's and K's (fp8_softmax.cuh); O is
 //   multiplied by V's before it is stored.
 //
@@ -81,12 +81,16 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
 
     using Tiles::Tiles;
 
-    // Is O stored while the next Q tile's first scores are computed, and are the barriers of the
-    // next iteration tested before its softmax? Both cost registers.
-    static constexpr bool kOverlaps = kTuning.ping_pong;
+    // Is O stored while the next Q tile's first scores are computed? That costs registers.
+    // Otherwise the softmax is kept, and O is stored in the next iteration.
+    static constexpr bool kOverlapsStore = kHeadDim <= 128;
+    // ptxas 13.0: with tests of the next stages, head dim 256 spills.
+    static constexpr bool kTestsAhead = kHeadDim <= 128;
 
     // Has the KV tile keys of two blocks of descales?
     static constexpr bool kTwoKScales = kDescaleRows % kBlockKV != 0;
+    // Then the second one begins here.
+    static constexpr bool kWholeKBlocks = kBlockKV % kDescaleRows == 0;
 
     FLASH_DEVICE void init() const {
         // Q's producer and the warps that transpose read work tiles.
@@ -181,7 +185,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
 
         // Factors of the scores of two rows, and of the keys.
         float q_scale[2], k_scale[1 + kTwoKScales];
-        int second_k_scale;  // the first column of k_scale[1]
+        int second_k_scale;  // the first column of k_scale[1], unless kWholeKBlocks
         float factor[2];     // of O, before P V is added
         uint32_t turn = 0;   // the parity of the next turn
         const float* k_descales;
@@ -198,7 +202,8 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         FLASH_DEVICE float operator()(int n, int i) const {
             float k_scale = x.k_scale[0];
             if constexpr (kTwoKScales)
-                if (8 * n >= x.second_k_scale) k_scale = x.k_scale[1];
+                if (8 * n >= (kWholeKBlocks ? kDescaleRows : x.second_k_scale))
+                    k_scale = x.k_scale[1];
             const float product = x.q_scale[i] * k_scale;
             return kMasked && product == 0.f ? FLT_MIN : product;
         }
@@ -251,7 +256,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         x.k_scale[0] = load(block);
         if constexpr (kTwoKScales) {
             x.k_scale[1] = load(block + 1);
-            x.second_k_scale = (block + 1) * kDescaleRows - first_key;
+            if (!kWholeKBlocks) x.second_k_scale = (block + 1) * kDescaleRows - first_key;
         }
         const float q_scale = fmaxf(x.q_scale[0], x.q_scale[1]);
         const float k_scale = fmaxf(x.k_scale[0], x.k_scale[kTwoKScales]);
@@ -321,6 +326,8 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
     // their own.
     static constexpr int kFirstKeys = min_of(kBlockKV, kPartialCols);
     static constexpr int kOtherKeys = kBlockKV - kFirstKeys;
+    // Do those start beside the additions of P V? All scores, P and O are in registers then.
+    static constexpr bool kStartsEarly = kBlockKV <= 192;
 
     // Starts S = Q K^T, of kKeys keys from kFirstKey of the tile on, if there are any.
     template <int kFirstKey, int kKeys>
@@ -346,7 +353,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         constexpr int kSteps = kHeadDimV / kPartialCols;
         compile_time_for<kSteps>([&](auto i) {
             constexpr int kFirst = i * kPartialCols;
-            constexpr bool kBeside = kStartScores && i == kSteps - 1;
+            constexpr bool kBeside = kStartScores && kStartsEarly && i == kSteps - 1;
             const KMajor<TransposedVTile, false> v_columns(v_pipeline.stage(x.v), kFirst);
             gemm_async<Float8, kBlockKV>(rPartial, rP, v_columns, false);
             if (kBeside) issue_scores<kFirstKeys, kOtherKeys>(x);
@@ -424,14 +431,15 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         v_pipeline.consumer_wait(x.v, x.v_ready);
         Order::wait(consumer);
         add_output<true>(x, rP);
-        if (!kOverlaps && new_tile) store_previous(x);
+        if (!kOverlapsStore && new_tile) store_previous(x);
+        if (!kStartsEarly) issue_scores<kFirstKeys, kOtherKeys>(x);
         issue_scores<0, kFirstKeys>(x);
         Order::signal_next(consumer);
         // What does not need the scores is done before they are there.
         release_and_advance(v_pipeline, x.v);
         load_k_scales(x);
-        if (kOverlaps && new_tile) store_previous(x);
-        if (kOverlaps) {
+        if (kOverlapsStore && new_tile) store_previous(x);
+        if (kTestsAhead) {
             auto next_k = x.k;
             next_k.advance();
             x.k_ready = k_pipeline.consumer_test(next_k);
