@@ -24,7 +24,12 @@ def _keep_threshold(dropout_p: float) -> int:
 
 
 def keep_scale(dropout_p: float) -> float:
-    """The factor of kept entries: one over the exact probability of being kept."""
+    """The factor of kept entries: one over the exact probability of being kept.
+
+    Examples:
+        >>> flash_ext.dropout.keep_scale(0.5)
+        2.0
+    """
     return 65536 / _keep_threshold(dropout_p)
 
 
@@ -55,7 +60,15 @@ def keep_tile(
     columns: tuple[int, int],
     first_batch: int = 0,
 ) -> Tensor:
-    """The part of `keep_mask` for the given half-open ranges of rows and columns."""
+    """The part of `keep_mask` for the given half-open ranges of rows and columns.
+
+    Examples:
+        >>> rng_state = torch.tensor([1, 0])
+        >>> whole = flash_ext.dropout.keep_mask(rng_state, 0.1, 2, 4, 64, 64)
+        >>> tile = flash_ext.dropout.keep_tile(rng_state, 0.1, 2, 4, (16, 32), (8, 64))
+        >>> torch.equal(tile, whole[:, :, 16:32, 8:64])
+        True
+    """
     device = rng_state.device
     (i0, i1), (j0, j1) = rows, columns
     # Whole 16 × 16 tiles first; the rest outside the ranges is cut off at the end.
@@ -101,6 +114,12 @@ def keep_mask(
     Returns:
         bool, shape (B, Hq, Sq, Sk), on rng_state's device; true where the entry is kept, and is
         then multiplied by `keep_scale(dropout_p)`.
+
+    Examples:
+        >>> rng_state = torch.tensor([1, 0])  # as in attention(..., rng_state=rng_state)
+        >>> keep = flash_ext.dropout.keep_mask(rng_state, 0.1, 2, 4, 64, 64)
+        >>> keep.shape, 0.85 < keep.float().mean() < 0.95
+        (torch.Size([2, 4, 64, 64]), tensor(True))
     """
     rows, columns = (0, seqlen_q), (0, seqlen_k)
     return keep_tile(rng_state, dropout_p, batch, heads, rows, columns, first_batch)

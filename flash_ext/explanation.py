@@ -20,7 +20,14 @@ from .ops.options import VARIANTS
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain` found. `str()` of it is a readable text."""
+    """What `explain` found. `str()` of it is a readable text.
+
+    Examples:
+        >>> q, k, v = torch.randn(3, 2, 8, 4, 16)  # (2, 8, 4, 16) each
+        >>> found = flash_ext.explain(q, k, v, dropout_p=0.1)
+        >>> found.variant, found.backward, found.device
+        ('fa2', 'fa2', 'cpu')
+    """
 
     variant: str | None
     """The variant that `attention` runs, or None if it raises."""
@@ -141,6 +148,14 @@ def explain(
     Raises:
         TypeError: an option that `flash_ext.attention` does not have.
         ValueError: an argument is no dense tensor, or window no pair.
+
+    Examples:
+        >>> q, k, v = torch.randn(3, 2, 8, 4, 16)  # (2, 8, 4, 16) each
+        >>> found = flash_ext.explain(q, k, v, causal=True)
+        >>> found.variant
+        'fa2'
+        >>> print(found.reasons["fa3"])
+        variant must be 'auto' or 'fa1' or 'fa2' on a CPU, got 'fa3', which is for Hopper GPUs
     """
     require_tensors(q=q, k=k, v=v)
     ops.register_subclasses(q, k, v)

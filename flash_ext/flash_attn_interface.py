@@ -118,6 +118,12 @@ def flash_attn_func(
     """Attention of q (B, Sq, Hq, D) to k (B, Sk, Hk, D) and v (B, Sk, Hk, Dv): (B, Sq, Hq, Dv).
 
     Differentiable in q, k and v. The options are as in `flash_ext.flash_attn_interface`.
+
+    Examples:
+        >>> q, k, v = torch.randn(3, 2, 8, 4, 16)  # (2, 8, 4, 16) each
+        >>> from flash_ext.flash_attn_interface import flash_attn_func
+        >>> flash_attn_func(q, k, v, causal=True).shape
+        torch.Size([2, 8, 4, 16])
     """
     refuse_given(qv=qv)
     if not (type(q) is type(k) is type(v) is Tensor):
@@ -150,6 +156,12 @@ def flash_attn_qkvpacked_func(
     Args:
         qkv: (B, S, 3, H, D); or (B, S, Hq + 2 Hk, D), heads of q, of k and of v in this order.
         num_heads_q: Hq, of the second form.
+
+    Examples:
+        >>> from flash_ext.flash_attn_interface import flash_attn_qkvpacked_func
+        >>> qkv = torch.randn(2, 8, 4 + 2 + 2, 16)  # 4 heads of q, 2 of k, 2 of v
+        >>> flash_attn_qkvpacked_func(qkv, num_heads_q=4).shape
+        torch.Size([2, 8, 4, 16])
     """
     require_tensors(qkv=qkv)
     if qkv.dim() != 4:
@@ -199,6 +211,13 @@ def flash_attn_varlen_func(
         max_seqlen_q, max_seqlen_k: only window_size is compared with them.
         seqused_q: not supported.
         seqused_k: int32 (B): how many of its keys a sequence uses, its first ones.
+
+    Examples:
+        >>> from flash_ext.flash_attn_interface import flash_attn_varlen_func
+        >>> q, k, v = torch.randn(3, 8, 4, 16)  # sequences of 3 and 5 tokens
+        >>> cu_seqlens = torch.tensor([0, 3, 8], dtype=torch.int32)
+        >>> flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 5, 5, causal=True).shape
+        torch.Size([8, 4, 16])
     """
     refuse_given(qv=qv, seqused_q=seqused_q)
     require_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
@@ -257,6 +276,13 @@ def flash_attn_with_kvcache(
     Raises:
         NotImplementedError: an argument that is not supported is given.
         ValueError, RuntimeError: an argument is wrong.
+
+    Examples:
+        >>> from flash_ext.flash_attn_interface import flash_attn_with_kvcache
+        >>> k_cache, v_cache = torch.zeros(2, 2, 32, 4, 16)  # room for 32 keys each
+        >>> q, k, v = torch.randn(3, 2, 1, 4, 16)  # a new token each
+        >>> flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=7).shape
+        torch.Size([2, 1, 4, 16])
     """
     refuse_given(
         qv=qv,
@@ -295,6 +321,13 @@ def flash_attn_combine(
 
     Returns:
         out (B, S, H, D) and lse (B, S, H), float32; 0 and −inf in rows without any key.
+
+    Examples:
+        >>> from flash_ext.flash_attn_interface import flash_attn_combine
+        >>> out_partial, lse_partial = torch.randn(3, 2, 8, 4, 16), torch.randn(3, 2, 8, 4)
+        >>> out, lse = flash_attn_combine(out_partial, lse_partial)
+        >>> torch.allclose(lse, lse_partial.logsumexp(0), atol=1e-5)
+        True
     """
     require_tensors(out_partial=out_partial, lse_partial=lse_partial)
     refuse_gradients(out_partial=out_partial, lse_partial=lse_partial)

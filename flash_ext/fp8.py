@@ -74,6 +74,10 @@ def random_signs(
         dim: the head dimension D.
         generator: where they are drawn from; None: torch's generator of the device.
         device: of the tensor.
+
+    Examples:
+        >>> flash_ext.fp8.random_signs(16).abs().sum()
+        tensor(16)
     """
     bits = torch.randint(0, 2, (dim,), generator=generator, device=device, dtype=torch.int8)
     return 1 - 2 * bits
@@ -90,6 +94,12 @@ def token_mean(
         x: (B, S, H, D) or packed (total, H, D), float16 or bfloat16.
         cu_seqlens: int32 (B + 1), of packed sequences.
         seqused: int32 (B): how many rows of each sequence count. The mean of none is 0.
+
+    Examples:
+        >>> k = torch.randn(2, 8, 4, 16, dtype=torch.bfloat16)
+        >>> mean = flash_ext.fp8.token_mean(k)
+        >>> torch.allclose(mean, k.float().mean(1), atol=1e-3)
+        True
     """
     require_tensors(x=x)
     return fp8_token_mean(x.detach(), cu_seqlens=cu_seqlens, seqused=seqused)  # type: ignore[no-any-return]
@@ -137,6 +147,12 @@ def quantize(
 
     Returns:
         x_8bit in dtype, contiguous, of x's shape; descale, float32, contiguous.
+
+    Examples:
+        >>> x = torch.randn(2, 200, 4, 16, dtype=torch.bfloat16)
+        >>> x_8bit, descale = flash_ext.fp8.quantize(x)
+        >>> x_8bit.dtype, descale.shape  # two blocks of rows
+        (torch.float8_e4m3fn, torch.Size([2, 4, 2]))
     """
     require_tensors(x=x)
     check_scales(scales)
@@ -509,6 +525,12 @@ def attention(
 
     Returns:
         out, or with return_lse the pair (out, lse), as from `flash_ext.attention`.
+
+    Examples:
+        >>> q, k, v = torch.randn(3, 2, 8, 4, 16, dtype=torch.bfloat16)
+        >>> out = flash_ext.fp8.attention(q, k, v, causal=True)
+        >>> out.dtype, out.shape
+        (torch.bfloat16, torch.Size([2, 8, 4, 16]))
     """
     if isinstance(q, Proxy):
         return recorded(attention, q, k, v, return_lse=return_lse, **options)
@@ -585,6 +607,12 @@ def attention_varlen(
             scales smaller; None takes the number of all rows.
 
     The other options are as in `attention`.
+
+    Examples:
+        >>> q, k, v = torch.randn(3, 8, 4, 16, dtype=torch.bfloat16)
+        >>> cu_seqlens = torch.tensor([0, 3, 8], dtype=torch.int32)
+        >>> flash_ext.fp8.attention_varlen(q, k, v, cu_seqlens, cu_seqlens).shape
+        torch.Size([8, 4, 16])
     """
     if isinstance(q, Proxy):
         packed = (k, v, cu_seqlens_q, cu_seqlens_k)

@@ -307,6 +307,14 @@ def attention(
     Raises:
         ValueError, RuntimeError: an argument is wrong; the message names it, what was expected
             and what was given.
+
+    Examples:
+        >>> q = torch.randn(2, 8, 4, 16, requires_grad=True)
+        >>> k, v = torch.randn(2, 2, 8, 2, 16)  # two query heads for each key head
+        >>> out, lse = flash_ext.attention(q, k, v, causal=True, return_lse=True)
+        >>> out.sum().backward()
+        >>> out.shape, lse.shape, q.grad.shape
+        (torch.Size([2, 8, 4, 16]), torch.Size([2, 4, 8]), torch.Size([2, 8, 4, 16]))
     """
     if isinstance(q, Proxy):
         return recorded(attention, q, k, v, return_lse=return_lse, **options)
@@ -389,6 +397,12 @@ def attention_varlen(
     Returns:
         out (total_q, Hq, Dv), or with return_lse (out, lse), lse (Hq, total_q). In rows that belong
         to no sequence out = 0, lse = −inf, and gradients are 0.
+
+    Examples:
+        >>> q, k, v = torch.randn(3, 8, 4, 16)  # sequences of 3 and 5 tokens
+        >>> cu_seqlens = torch.tensor([0, 3, 8], dtype=torch.int32)
+        >>> flash_ext.attention_varlen(q, k, v, cu_seqlens, cu_seqlens, causal=True).shape
+        torch.Size([8, 4, 16])
     """
     if isinstance(q, Proxy):
         packed = (k, v, cu_seqlens_q, cu_seqlens_k)

@@ -65,6 +65,12 @@ def attention(
         out (B, Sq, Hq, Dv) in q's dtype (or out_dtype) and lse (B, Hq, Sq) in float32 (float64 for
         float64). A query that sees no key has out = 0 and zero gradients; its lse is the sink,
         without one −∞.
+
+    Examples:
+        >>> q, k, v = torch.randn(3, 2, 8, 4, 16)  # (2, 8, 4, 16) each
+        >>> out, lse = flash_ext.reference.attention(q, k, v, causal=True)
+        >>> torch.allclose(out, flash_ext.attention(q, k, v, causal=True), atol=1e-5)
+        True
     """
     out_dtype, has_8_bits = result_dtype(q.dtype, out_dtype), q.dtype in QK_8_BITS
     if has_8_bits:
@@ -193,6 +199,13 @@ def attention_varlen(
     Returns:
         out (total_q, Hq, Dv) and lse (Hq, total_q), as from `attention`. In rows that belong to no
         sequence, out = 0 and lse = −∞.
+
+    Examples:
+        >>> q, k, v = torch.randn(3, 8, 4, 16)  # sequences of 3 and 5 tokens
+        >>> cu_seqlens = torch.tensor([0, 3, 8], dtype=torch.int32)
+        >>> out, lse = flash_ext.reference.attention_varlen(q, k, v, cu_seqlens, cu_seqlens)
+        >>> out.shape, lse.shape
+        (torch.Size([8, 4, 16]), torch.Size([4, 8]))
     """
     dtype = result_dtype(q.dtype, out_dtype)
     out = q.new_zeros((*q.shape[:2], v.shape[2]), dtype=dtype)
@@ -232,7 +245,13 @@ def _of_sequence(options: dict[str, Any], b: int, seqlen_q: int, seqlen_k: int) 
 
 
 def safe_softmax(x: Tensor) -> Tensor:
-    """softmax over the last dimension in three reads of x: maximum, sum, quotient."""
+    """softmax over the last dimension in three reads of x: maximum, sum, quotient.
+
+    Examples:
+        >>> x = torch.tensor([1000.0, 1000.0])  # exp(1000) is infinite
+        >>> flash_ext.reference.safe_softmax(x)
+        tensor([0.5000, 0.5000])
+    """
     m = x.amax(dim=-1, keepdim=True)
     f = torch.exp(x - m)
     return f / f.sum(dim=-1, keepdim=True)
@@ -243,6 +262,11 @@ def online_softmax(x: Tensor, block: int) -> Tensor:
 
     What makes FlashAttention possible (FlashAttention §3.1): when a block raises the maximum from m
     to m_new, the sum so far is corrected by exp(m − m_new).
+
+    Examples:
+        >>> x = torch.randn(4, 100)
+        >>> torch.allclose(flash_ext.reference.online_softmax(x, block=16), x.softmax(-1))
+        True
     """
     m = x.new_full((*x.shape[:-1], 1), -math.inf)
     sum_ = torch.zeros_like(m)

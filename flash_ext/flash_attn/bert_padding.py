@@ -11,7 +11,14 @@ from torch import Tensor
 
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
-    """The rows of input (rows, …), of two dimensions or more, at indices (n), int: (n, …)."""
+    """The rows of input (rows, …), of two dimensions or more, at indices (n), int: (n, …).
+
+    Examples:
+        >>> from flash_ext.flash_attn import index_first_axis
+        >>> index_first_axis(torch.tensor([[1], [2], [3]]), torch.tensor([0, 2]))
+        tensor([[1],
+                [3]])
+    """
     _require_rows("input", input)
     return input.index_select(0, indices)
 
@@ -71,6 +78,13 @@ def unpad_input(
 
     Raises:
         ValueError: a mask is not of the shape (B, S).
+
+    Examples:
+        >>> from flash_ext.flash_attn import unpad_input
+        >>> mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+        >>> packed, indices, cu_seqlens, longest, used = unpad_input(torch.randn(2, 3, 16), mask)
+        >>> packed.shape, cu_seqlens.tolist(), longest
+        (torch.Size([5, 16]), [0, 2, 5], 3)
     """
     _require_mask("attention_mask", attention_mask, hidden_states)
     if unused_mask is not None:
@@ -115,6 +129,13 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
     """Put packed tokens (total, …) back into a batch (batch, seqlen, …), which is 0 elsewhere.
 
     indices (total), int, are those that `unpad_input` returns. Differentiable.
+
+    Examples:
+        >>> from flash_ext.flash_attn import pad_input, unpad_input
+        >>> x, mask = torch.randn(2, 3, 16), torch.tensor([[1, 1, 0], [1, 1, 1]])
+        >>> packed, indices, *_ = unpad_input(x, mask)
+        >>> torch.equal(pad_input(packed, indices, 2, 3), x * mask[..., None])
+        True
     """
     rows = index_put_first_axis(hidden_states, indices, batch * seqlen)
     return rows.view(batch, seqlen, *hidden_states.shape[1:])

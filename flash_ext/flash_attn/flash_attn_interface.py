@@ -50,6 +50,12 @@ def flash_attn_func(
     """Attention of q (B, Sq, Hq, D) to k (B, Sk, Hk, D) and v (B, Sk, Hk, Dv): (B, Sq, Hq, Dv).
 
     Differentiable in q, k and v. The options are as in `flash_ext.flash_attn`.
+
+    Examples:
+        >>> q, k, v = torch.randn(3, 2, 8, 4, 16)  # (2, 8, 4, 16) each
+        >>> from flash_ext.flash_attn import flash_attn_func
+        >>> flash_attn_func(q, k, v, dropout_p=0.1, causal=True).shape
+        torch.Size([2, 8, 4, 16])
     """
     if not (type(q) is type(k) is type(v) is Tensor):
         require_tensors(q=q, k=k, v=v)
@@ -69,7 +75,14 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """`flash_attn_func` with k and v in one tensor kv (B, Sk, 2, Hk, D)."""
+    """`flash_attn_func` with k and v in one tensor kv (B, Sk, 2, Hk, D).
+
+    Examples:
+        >>> from flash_ext.flash_attn import flash_attn_kvpacked_func
+        >>> q, kv = torch.randn(2, 8, 4, 16), torch.randn(2, 8, 2, 4, 16)
+        >>> flash_attn_kvpacked_func(q, kv).shape
+        torch.Size([2, 8, 4, 16])
+    """
     k, v = unpack("kv", kv, 2, dim=2)
     options = options_of(softmax_scale, causal, window_size, softcap, alibi_slopes, k.shape[1])
     return _run(q, k, v, None, dropout_p, deterministic, return_attn_probs, options)
@@ -86,7 +99,13 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """`flash_attn_func` with q, k and v in one tensor qkv (B, S, 3, H, D)."""
+    """`flash_attn_func` with q, k and v in one tensor qkv (B, S, 3, H, D).
+
+    Examples:
+        >>> from flash_ext.flash_attn import flash_attn_qkvpacked_func
+        >>> flash_attn_qkvpacked_func(torch.randn(2, 8, 3, 4, 16)).shape
+        torch.Size([2, 8, 4, 16])
+    """
     q, k, v = unpack("qkv", qkv, 3, dim=2)
     options = options_of(softmax_scale, causal, window_size, softcap, alibi_slopes, k.shape[1])
     return _run(q, k, v, None, dropout_p, deterministic, return_attn_probs, options)
@@ -116,6 +135,13 @@ def flash_attn_varlen_func(
         k, v: (total_k, Hk, D) and (total_k, Hk, Dv).
         cu_seqlens_q, cu_seqlens_k: int32 (B + 1), the bounds of the sequences.
         block_table: a paged cache is not supported: anything but None raises NotImplementedError.
+
+    Examples:
+        >>> from flash_ext.flash_attn import flash_attn_varlen_func
+        >>> q, k, v = torch.randn(3, 8, 4, 16)  # sequences of 3 and 5 tokens
+        >>> cu_seqlens = torch.tensor([0, 3, 8], dtype=torch.int32)
+        >>> flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 5, 5, causal=True).shape
+        torch.Size([8, 4, 16])
     """
     refuse_given(block_table=block_table)
     options = options_of(softmax_scale, causal, window_size, softcap, alibi_slopes, max_seqlen_k)
@@ -139,7 +165,15 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """`flash_attn_varlen_func` with k and v in one tensor kv (total_k, 2, Hk, D)."""
+    """`flash_attn_varlen_func` with k and v in one tensor kv (total_k, 2, Hk, D).
+
+    Examples:
+        >>> from flash_ext.flash_attn import flash_attn_varlen_kvpacked_func
+        >>> q, kv = torch.randn(8, 4, 16), torch.randn(8, 2, 4, 16)
+        >>> cu_seqlens = torch.tensor([0, 3, 8], dtype=torch.int32)
+        >>> flash_attn_varlen_kvpacked_func(q, kv, cu_seqlens, cu_seqlens, 5, 5).shape
+        torch.Size([8, 4, 16])
+    """
     k, v = unpack("kv", kv, 2, dim=1)
     options = options_of(softmax_scale, causal, window_size, softcap, alibi_slopes, max_seqlen_k)
     cu_seqlens = (cu_seqlens_q, cu_seqlens_k)
@@ -159,7 +193,14 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """`flash_attn_varlen_func` with q, k and v in one tensor qkv (total, 3, H, D)."""
+    """`flash_attn_varlen_func` with q, k and v in one tensor qkv (total, 3, H, D).
+
+    Examples:
+        >>> from flash_ext.flash_attn import flash_attn_varlen_qkvpacked_func
+        >>> cu_seqlens = torch.tensor([0, 3, 8], dtype=torch.int32)
+        >>> flash_attn_varlen_qkvpacked_func(torch.randn(8, 3, 4, 16), cu_seqlens, 5).shape
+        torch.Size([8, 4, 16])
+    """
     q, k, v = unpack("qkv", qkv, 3, dim=1)
     options = options_of(softmax_scale, causal, window_size, softcap, alibi_slopes, max_seqlen)
     both = (cu_seqlens, cu_seqlens)
@@ -206,6 +247,14 @@ def flash_attn_with_kvcache(
     Raises:
         NotImplementedError: an argument that is not supported is given.
         ValueError, RuntimeError: an argument is wrong.
+
+    Examples:
+        >>> from flash_ext.flash_attn import flash_attn_with_kvcache
+        >>> k_cache, v_cache = torch.zeros(2, 2, 32, 4, 16)  # room for 32 keys each
+        >>> q, k, v = torch.randn(3, 2, 1, 4, 16)  # a new token each
+        >>> out = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=7)
+        >>> out.shape, torch.equal(k_cache[:, 7:8], k)
+        (torch.Size([2, 1, 4, 16]), True)
     """
     refuse_given(
         rotary_cos=rotary_cos,

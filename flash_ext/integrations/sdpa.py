@@ -194,6 +194,10 @@ def activate() -> None:
 
     Raises:
         RuntimeError: the CUDA kernels of flash_ext, of SDPA, or torch's interface are missing.
+
+    Examples:
+        >>> from flash_ext.integrations import sdpa
+        >>> sdpa.activate()  # doctest: +SKIP
     """
     _require_api()
     if ops.cuda_missing is not None:
@@ -205,7 +209,12 @@ def activate() -> None:
 
 
 def restore() -> None:
-    """Restore SDPA's own kernels. Does nothing where flash_ext is not active."""
+    """Restore SDPA's own kernels. Does nothing where flash_ext is not active.
+
+    Examples:
+        >>> from flash_ext.integrations import sdpa
+        >>> sdpa.restore()
+    """
     _require_api()
     with _lock:
         if attention_backends.current_flash_attention_impl() == NAME:
@@ -214,7 +223,14 @@ def restore() -> None:
 
 @contextmanager
 def activated() -> Iterator[None]:
-    """`activate` for a with block; after it the implementation that was active before is again."""
+    """`activate` for a with block; after it the implementation that was active before is again.
+
+    Examples:
+        >>> from flash_ext.integrations import sdpa
+        >>> q, k, v = torch.randn(3, 2, 4, 8, 16, device="cuda")  # doctest: +SKIP
+        >>> with sdpa.activated():  # doctest: +SKIP
+        ...     out = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    """
     _require_api()
     with _lock:
         before = attention_backends.current_flash_attention_impl()

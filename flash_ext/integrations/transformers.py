@@ -431,6 +431,15 @@ def register() -> None:
 
     Raises:
         RuntimeError: a transformers whose mask functions are called otherwise.
+
+    Examples:
+        >>> from flash_ext.integrations import transformers as fa_ext
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> fa_ext.register()
+        >>> config = LlamaConfig(vocab_size=64, hidden_size=64, num_hidden_layers=1)
+        >>> config._attn_implementation = fa_ext.NAME
+        >>> LlamaForCausalLM(config)(torch.tensor([[1, 2, 3]])).logits.shape
+        torch.Size([1, 3, 64])
     """
     wanted = inspect.signature(masking_utils.sdpa_mask).parameters
     missing = {"q_length", "q_offset", "local_size", "allow_is_bidirectional_skip"} - set(wanted)

@@ -356,6 +356,12 @@ def attention(
             not the same on all ranks some calls later; at once with FLASH_EXT_DEBUG=1 in the
             environment, which waits for the other ranks.
         RuntimeError: a transfer failed or timed out; the message names it.
+
+    Examples:
+        >>> from flash_ext.integrations import distributed as cp
+        >>> q, k, v = torch.randn(3, 2, 8, 4, 16)  # this rank's 8 rows of the sequence
+        >>> cp.attention(q, k, v, causal=True).shape
+        torch.Size([2, 8, 4, 16])
     """
     require_tensors(q=q, k=k, v=v)
     in_graph = (is_compiling() or not ops.is_real(q)) and graphs_available
@@ -440,6 +446,12 @@ def shard(
 
     Returns:
         The tensor of this rank's rows, differentiable; a view where they are one piece.
+
+    Examples:
+        >>> from flash_ext.integrations import distributed as cp
+        >>> tokens = torch.arange(16).view(2, 8)
+        >>> cp.shard(tokens).shape  # of a group of one rank
+        torch.Size([2, 8])
     """
     groups, shards = _shards(group, x.shape[dim], layout, cu_seqlens)
     return shards.of_rank(x, groups.rank, dim)
@@ -466,6 +478,12 @@ def unshard(
 
     Raises:
         ValueError: x does not have this rank's number of rows.
+
+    Examples:
+        >>> from flash_ext.integrations import distributed as cp
+        >>> tokens = torch.arange(16).view(2, 8)
+        >>> torch.equal(cp.unshard(cp.shard(tokens)), tokens)
+        True
     """
     groups = groups_of(group)
     documents = on_host(cu_seqlens)
@@ -501,6 +519,11 @@ def position_ids(
         group, layout: as in `attention`.
         cu_seqlens: with these, positions count from the start of each row's document.
         device: of the result.
+
+    Examples:
+        >>> from flash_ext.integrations import distributed as cp
+        >>> cp.position_ids(4)  # of a group of one rank
+        tensor([0, 1, 2, 3])
     """
     groups, shards = _shards(group, seqlen, layout, cu_seqlens)
     place = HOST if device is None else torch.device(device)

@@ -116,6 +116,12 @@ class Sharding:
         outer: if several ranks share what one rank of another Sharding has: that one.
         documents: of a layout by documents, those. Its parts are two of each document, the first
             ones first; rows after the last document, if there are any, are one more.
+
+    Examples:
+        >>> from flash_ext.integrations import distributed as cp
+        >>> shards = cp.sharding(rows=10, ranks=2)
+        >>> shards.lengths, shards.positions(1)
+        ((5, 5), tensor([2, 3, 4, 5, 6]))
     """
 
     outer: Sharding | None = None
@@ -298,6 +304,11 @@ def sharding(
 
     Raises:
         ValueError: an unknown layout, or one that lacks the documents.
+
+    Examples:
+        >>> from flash_ext.integrations import distributed as cp
+        >>> cp.sharding(rows=16, ranks=2, layout="zigzag").spans
+        (((0, 4), (12, 16)), ((4, 12),))
     """
     if layout not in LAYOUTS:
         refuse("layout", " or ".join(map(repr, LAYOUTS)), repr(layout))
