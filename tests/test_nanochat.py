@@ -4,7 +4,7 @@ Would catch a call of nanochat's that the drop-in does not take, windows that re
 far enough, a cache whose new keys are misplaced, and a loss that torch.compile changes.
 
 nanochat asks the package `kernels` for FlashAttention-3, and takes `flash_attn_interface` from what
-it gets. Here that is flash_ext's, as docs/integrations/flash-attn.md has it.
+it gets. Here that is flash_ext's, as docs/integrations.md has it.
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ WINDOWS: list[Window] = [(64, 0), (128, 0), (64, 0), (SEQUENCE, 0)]
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    from flash_ext import flash_attn_interface
+    import flash_ext
 
-    kernel = SimpleNamespace(flash_attn_interface=flash_attn_interface)
-    found = SimpleNamespace(get_kernel=lambda name: kernel, has_kernel=lambda name: True)
+    found = SimpleNamespace(get_kernel=lambda name: flash_ext, has_kernel=lambda name: True)
     monkeypatch.setitem(sys.modules, "kernels", found)
 
 
