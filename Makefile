@@ -17,6 +17,7 @@ PY := $(CURDIR)/.venv/bin/python
 SCRIPTS := $(CURDIR)/.venv/bin:$(call folder_of,$(PYTHON))
 READY := .venv/ready
 RELEASE_READY := .venv/release
+DOCS_READY := .venv/docs
 endif
 # PY is quoted: there may be spaces in the path.
 override PY := "$(PY)"
@@ -26,7 +27,7 @@ export FLASH_EXT_STRICT ?= 1
 export PATH := $(SCRIPTS):$(PATH)
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: help demo test lint format build gpu-test soak sanitize bench report wheel \
+.PHONY: help demo test lint format build gpu-test soak sanitize bench report docs wheel \
     check-wheel hub compat release clean
 
 help:
@@ -51,6 +52,10 @@ SHARED = import sys; from importlib.metadata import version; \
 
 .venv/release: .venv/ready
 	$(PY) -m pip install -q --group release
+	@touch $@
+
+.venv/docs: .venv/ready
+	$(PY) -m pip install -q --group docs
 	@touch $@
 
 ## demo          train a small GPT through flash_ext and through standard attention
@@ -102,6 +107,10 @@ bench: build
 ## report        put the measured tables and figures into README.md and docs/
 report: $(READY)
 	cd benchmarks && $(PY) -m report $(ARGS)
+
+## docs          the documents and the API, from docstrings, as a site in build/site
+docs: $(DOCS_READY)
+	$(PY) -m mkdocs build --strict
 
 ## wheel         the wheel and the sdist, checked (LIBRARY=_C.abi3.so: of a library that exists)
 ## wheel MACHINE=aarch64   the wheel for another machine, by a cross compiler (docs/install.md)

@@ -56,8 +56,8 @@ def attention(
     Args:
         q: (B, Sq, Hq, D), any floating dtype. Upcast it yourself for a float64 reference.
         k, v: (B, Sk, Hk, D) and (B, Sk, Hk, Dv), Hq a multiple of Hk.
-        scale, causal, window, softcap, alibi_slopes, bias, sink, seqused_k, dropout_p, rng_state,
-            q_descale, k_descale, v_descale: as in `flash_ext.attention`.
+        scale, causal, window, softcap, alibi_slopes, bias: as in `flash_ext.attention`.
+        sink, seqused_k, dropout_p, rng_state, q_descale, k_descale, v_descale: as there.
         out_dtype: of out, with 8-bit inputs; None is bfloat16. Above.
         first_batch: the batch index that dropout gives to q[0].
 

@@ -1,14 +1,17 @@
 """The examples in the docstrings of public functions and classes run as they are shown.
 
-Would catch a public function without an example, and an example whose result is another one.
+Would catch a public function without an example, an example whose result is another one, and a
+public module that no page of the site shows.
 """
 
 from __future__ import annotations
 
 import doctest
 import inspect
+import re
 from collections.abc import Iterator
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ import torch.distributed as dist
 
 import flash_ext
 
+ROOT = Path(__file__).resolve().parent.parent
 MODULES = (
     "flash_ext",
     "flash_ext.dropout",
@@ -67,3 +71,12 @@ def test_every_public_function_has_an_example_that_runs(name: str, one_rank: Non
             wrong.append(f"{full} has no example")
         doctest.DocTestRunner(verbose=False).run(test, out=wrong.append)
     assert not wrong, "".join(wrong)
+
+
+def test_the_site_shows_every_public_module() -> None:
+    site = (ROOT / "mkdocs.yml").read_text()
+    shown: list[str] = []
+    for page in (ROOT / "docs/api").glob("*.md"):
+        assert f"- api/{page.name}\n" in site
+        shown += re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)
+    assert set(MODULES) <= set(shown)

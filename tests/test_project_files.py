@@ -74,7 +74,7 @@ def test_workflows_name_groups_and_make_targets_that_exist(name: str) -> None:
 
 def test_make_installs_groups_that_exist() -> None:
     wanted = set(re.findall(r"--group ([\w-]+)", (ROOT / "Makefile").read_text()))
-    assert wanted == {"torch", "dev", "release", "cross"} <= set(GROUPS)
+    assert wanted == {"torch", "dev", "release", "docs", "cross"} <= set(GROUPS)
 
 
 def test_a_citation_and_a_problem_can_be_filed() -> None:
