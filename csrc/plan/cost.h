@@ -398,7 +398,7 @@ inline Parts choose_parts(const BackwardParams& params, const MaskSummary& mask,
 // How many heads of K and V, of all batches, have their dS in memory at a time: all, or an equal
 // share of them. The limit is two and a half times the size of q, out and their gradients, which is
 // linear in the sequence length, or 576 MiB if that is less. 0 if one head exceeds it, or with
-// varlen: the host does not know their lengths.
+// varlen: the host does not know the lengths of the sequences.
 inline int ds_heads_at_a_time(const BackwardParams& params, const DSWorkspaceTiles& tiles) {
     constexpr int64_t kMaxBytes = int64_t{576} << 20;
     const int64_t rows = int64_t{params.heads_q} * params.batch * params.seqlen_q;

@@ -75,8 +75,8 @@ FLASH_DEVICE void mbarrier_wait(uint32_t barrier, uint32_t parity) {
 #endif
 }
 
-// As mbarrier_wait(). Returns 0, which the compiler does not know: what adds it cannot be moved
-// before the wait, as ptxas does with arithmetic.
+// As mbarrier_wait(). Returns 0, which the compiler does not know. So it cannot move an addition of
+// the result before the wait, as ptxas moves other arithmetic.
 FLASH_DEVICE int mbarrier_wait_for_zero(uint32_t barrier, uint32_t parity) {
     int ended;
     do {

@@ -4,12 +4,12 @@
 // m begins two above the maximum, and P is 2^(S scale - m + 7): so P is at most 32 then, and scores
 // may grow by almost four powers of two before P would be 448.
 //
-// As in optimistic_softmax.cuh an iteration first uses the stale m, and is retried with the maximum
-// where it must be: where a P is 448, and where one key may have most of a row's weight. With m two
-// above this key's score its P is a power of two, and not rounded. With a stale m it would have the
-// full error of e4m3, up to 6 %, and so would out. So a lane's sum over the tile must not exceed
-// kDominant of the row's l. Where scores vary much that would retry most iterations: after one with
-// a new maximum the next ones find theirs at once, until m grows slowly (docs/notes/016-fp8.md).
+// As in optimistic_softmax.cuh an iteration first uses the stale m. It is retried with the maximum
+// if a P is 448, or if one key may have most of a row's weight. With m two above this key's score
+// its P is a power of two, and not rounded. With a stale m it would have the full error of e4m3, up
+// to 6 %, and so would out. So a lane's sum over the tile must not exceed kDominant of the row's l.
+// If scores vary much, that would retry most iterations: after one with a new maximum the next ones
+// find theirs at once, until m grows slowly (docs/notes/016-fp8.md).
 #pragma once
 
 #include "kernels/common/fp8_softmax.cuh"

@@ -69,7 +69,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
 
     struct SharedStorage : Tiles::SharedStorage {
         typename RowMajorVPipeline::Barriers v_row_major_barriers;
-        // Whose turn the exponentials are.
+        // A barrier for each consumer: its turn to compute exponentials.
         uint64_t turns[kConsumers];
         // How far each consumer thread has cooled its two rows (fp8_softmax.cuh), in powers of two.
         uint8_t cooling[kConsumers * 128][2];
@@ -82,14 +82,14 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
     using Tiles::Tiles;
 
     // Is O stored while the next Q tile's first scores are computed? That costs registers.
-    // Otherwise the softmax is kept, and O is stored in the next iteration.
+    // Otherwise O is stored before these start.
     static constexpr bool kOverlapsStore = kHeadDim <= 128;
     // ptxas 13.0: with tests of the next stages, head dim 256 spills.
     static constexpr bool kTestsAhead = kHeadDim <= 128;
 
     // Has the KV tile keys of two blocks of descales?
     static constexpr bool kTwoKScales = kDescaleRows % kBlockKV != 0;
-    // Then the second one begins here.
+    // If so, and if this holds, the second block begins with key kDescaleRows of the tile.
     static constexpr bool kWholeKBlocks = kBlockKV % kDescaleRows == 0;
 
     FLASH_DEVICE void init() const {
@@ -160,7 +160,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         FLASH_DEVICE void begin() {
             zero = ptx::mbarrier_wait_for_zero(cta.turn_of(cta.consumer), parity);
         }
-        // x, so that nothing that takes it can move before the turn.
+        // Returns x. The compiler cannot move what is computed from it before the turn.
         FLASH_DEVICE float pin(float x) const { return __int_as_float(__float_as_int(x) + zero); }
         // After P is computed, of which this is the last one: no P is 2^100.
         FLASH_DEVICE void end(float p) const {
