@@ -229,13 +229,69 @@ def test_masks_hide_exactly_what_is_not_visible(rows: int, cols: int, layouts: M
 
 
 @pytest.mark.parametrize(("keys", "cols"), ((64, 64), (192, 256)))
-@pytest.mark.parametrize("few_registers", (False, True))
-def test_v_is_transposed(keys: int, cols: int, few_registers: bool, layouts: ModuleType) -> None:
+def test_v_is_transposed(keys: int, cols: int, layouts: ModuleType) -> None:
     """Of 16 keys, key 8 b + 2 t + c is byte 4 t + 2 b + c (tile/transpose.cuh)."""
     v = list(random.Random(0).randbytes(keys * cols))
-    order = [16 * (i // 16) + 8 * (i // 2 % 2) + i // 4 % 4 * 2 + i % 2 for i in range(keys)]
-    expected = [v[key * cols + col] for col in range(cols) for key in order]
-    assert layouts.transposed(keys, cols, few_registers, v) == expected
+    expected = [v[key * cols + col] for col in range(cols) for key in map(key_at, range(keys))]
+    assert layouts.transposed(keys, cols, v) == expected
+
+
+def key_at(byte: int) -> int:
+    """The key of a byte of a row of V^T."""
+    return 16 * (byte // 16) + 8 * (byte // 2 % 2) + byte // 4 % 4 * 2 + byte % 2
+
+
+@pytest.mark.parametrize("cols", (16, 48, 64, 96, 256))
+def test_all_of_v_is_transposed(cols: int, layouts: ModuleType) -> None:
+    """By a kernel of its own; unused keys of a sequence's last group of 16 are zeros."""
+    source, heads = random.Random(cols), 3
+    lengths = [0, 1, 16, 17, 300, 5, 129]
+    used = [min(n, source.choice((n, n // 2))) for n in lengths]
+    cu_seqlens = list(itertools.accumulate(lengths, initial=2))
+    v = list(source.randbytes((cu_seqlens[-1] + 4) * heads * cols))
+    found, (*offsets, pitch) = layouts.transposed_v(v, heads, cols, cu_seqlens, used)
+    seen = set()
+    for b, head in itertools.product(range(len(lengths)), range(heads)):
+        for col, byte in itertools.product(range(cols), range(-(-used[b] // 16) * 16)):
+            at = offsets[b * heads + head] + col * pitch + byte
+            key = key_at(byte)
+            row = (cu_seqlens[b] + key) * heads + head
+            assert found[at] == (v[row * cols + col] if key < used[b] else 0)
+            assert at not in seen
+            seen.add(at)
+
+
+@pytest.mark.parametrize("tile", [x for x in TILES if x[0] == 1])
+def test_tma_loads_the_columns_of_a_sequence(tile: tuple, layouts: ModuleType) -> None:
+    """Of V^T: what is past the keys, rounded up to 16, and past the channels, is zero."""
+    _, rows, cols = tile
+    source, chunks = random.Random(0), layouts.chunks(*tile)
+    for _ in range(60):
+        pitch, keys = 16 * source.randrange(1, 1 << 20), source.choice((1, 16, 100, 5000))
+        offset, base = 16 * source.randrange(1 << 30), 16 * source.randrange(1 << 40)
+        key, shared = source.choice((0, cols, keys // cols * cols)), 1024 * source.randrange(200)
+        tensor_map, loads = layouts.load_columns(rows, cols, base, pitch, offset, keys, key, shared)
+        check_map(tensor_map, 1)
+        written = set()
+        for address, count_of_bytes, _, xy, zw in loads:
+            (x, y), (z, w) = signed(xy), signed(zw)
+            box_rows, swizzle = tensor_map.box[1], tensor_map.swizzle
+            assert count_of_bytes == box_rows * swizzle == rows * swizzle
+            first_col = (address - shared) // (rows * swizzle) * swizzle
+            for row, byte, target in box_addresses(address, swizzle, box_rows):
+                assert target == shared + chunks[row][(first_col + byte) // 16]
+                written.add((row, first_col + byte))
+                coordinates = (x + byte, y + row, z, w)
+                sizes = tensor_map.sizes
+                inside = all(0 <= c < n for c, n in zip(coordinates, sizes, strict=True))
+                column = key + first_col + byte
+                assert inside == (column < -(-keys // 16) * 16 and row < rows - 16)
+                found = tensor_map.address + coordinates[0]
+                strides = tensor_map.strides
+                found += sum(c * s for c, s in zip(coordinates[1:], strides, strict=True))
+                if inside:
+                    assert found % (1 << 64) == base + offset + row * pitch + column
+        assert len(written) == rows * cols // 16
 
 
 @pytest.mark.parametrize("head_dim", (64, 96, 128))

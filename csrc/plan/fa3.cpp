@@ -1,6 +1,7 @@
 #include <cstdlib>
 
 #include "plan/steps.h"
+#include "plan/transposed_v.cuh"
 
 namespace flash_ext {
 namespace {
@@ -128,6 +129,8 @@ void plan_fa3_forward(ForwardPlan& plan) {
         params, plan.mask, {small_q.heads, 64 * shape.consumers >> params.pack_gqa_log2}, dims, 1,
         gpu, params.num_splits, /*may_take_whole_heads=*/true);
 
+    if (fp8 && !shape.transposes_v)
+        plan.workspace.reserve(kernel.v_transposed, transposed_v_bytes(params));
     // Packed GQA goes the way of splits, unless a CTA has one tile (store_tile()).
     if (params.num_splits > 1 || (splits && tiles > gpu.sms)) reserve_splits(plan);
     if (tiles * params.num_splits > gpu.sms) plan.workspace.reserve(params.counters, 1);
@@ -136,11 +139,16 @@ void plan_fa3_forward(ForwardPlan& plan) {
 cudaError_t run_fa3_forward(const ForwardPlan& plan, cudaStream_t stream) {
     const ForwardParams& params = plan.params;
     const ForwardKernel& kernel = plan.kernel;
-    if (has_8_bits(params))
+    if (has_8_bits(params)) {
+        if (kernel.v_transposed != nullptr)
+            if (const cudaError_t status = transpose_v(params, kernel.v_transposed, stream);
+                status != cudaSuccess)
+                return status;
         return dispatch_head_dims<tuning::kFa3ForwardFp8>(
             kernel.head_dims, [&](auto dim, auto dim_v) {
                 return fa3_forward_fp8<dim, dim_v>(params, kernel, stream);
             });
+    }
     if (kernel.decode_tile)
         return dispatch_head_dims<tuning::kFa3Decode>(kernel.head_dims, [&](auto dim, auto dim_v) {
             return fa3_decode<dim, dim_v>(params, kernel, stream);

@@ -7,6 +7,7 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime_api.h>
 
+#include <cstdint>
 #include <optional>
 #include <type_traits>
 
@@ -27,6 +28,8 @@ struct ForwardKernel {
     tuning::Fa3ForwardTile tile{};  // FA3's; unless it is the kernel for few queries, with:
     std::optional<tuning::Fa3DecodeTile> decode_tile;
     bool has_splits = false;  // stores the results of splits, which another kernel combines
+    // FP8: V^T, if a kernel has transposed V before; see transpose_v.cuh.
+    uint8_t* v_transposed = nullptr;
     GpuModel gpu;
 };
 
@@ -84,6 +87,9 @@ template <int kHeadDim, int kHeadDimV>
 BackwardLauncher fa3_backward;
 template <int kHeadDim, int kHeadDimV>
 BackwardLauncher fa3_backward_wide;
+
+// Before a forward in FP8 whose kernel does not transpose V itself.
+cudaError_t transpose_v(const ForwardParams& params, uint8_t* v_transposed, cudaStream_t stream);
 
 // After a forward with split keys, by a kernel of these head dims. `pdl` as for launch_kernel().
 cudaError_t combine_splits(ForwardParams params, HeadDims dims, cudaStream_t stream, bool pdl);

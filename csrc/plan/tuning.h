@@ -151,7 +151,7 @@ struct Fa3ForwardShape {
     int v_stages;
     bool ping_pong = false;
     int partial_cols = 0;  // FP8: columns of O that one P V computes, in the registers of S
-    int transposer_registers = 56;  // FP8: of a lane that transposes V; consumers get the others
+    bool transposes_v = false;  // FP8: the kernel itself, beside its matmuls
 };
 
 enum class Fa3ForwardTile { kSmallQ, kUsual, kLongKeys };
@@ -310,8 +310,7 @@ inline constexpr Fa3ForwardFp8Row kFa3ForwardFp8[] = {
      .small_q = {.block_kv = 64, .k_stages = 4, .v_stages = 3, .ping_pong = true}},
     {.head_dims = {128, 128},
      .partial_cols = 128,
-     .usual =
-         {.block_kv = 256, .q_stages = 1, .k_stages = 2, .v_stages = 2, .transposer_registers = 40},
+     .usual = {.block_kv = 256, .q_stages = 1, .k_stages = 3, .v_stages = 3},
      .small_q = {.block_kv = 128, .k_stages = 3, .v_stages = 2}},
     {.head_dims = {192, 128},
      .partial_cols = 128,
@@ -319,14 +318,16 @@ inline constexpr Fa3ForwardFp8Row kFa3ForwardFp8[] = {
      .small_q = {.block_kv = 128, .k_stages = 2, .v_stages = 2}},
     {.head_dims = {256, 256},
      .partial_cols = 128,
-     .usual =
-         {.block_kv = 128, .q_stages = 1, .k_stages = 2, .v_stages = 2, .transposer_registers = 40},
+     .usual = {.block_kv = 128, .q_stages = 1, .k_stages = 3, .v_stages = 2},
      .small_q = {.block_kv = 64, .q_stages = 1, .k_stages = 3, .v_stages = 2}},
 };
 
 constexpr Fa3ForwardShape fa3_forward_fp8_shape(HeadDims dims, Fa3ForwardTile tile) {
     const Fa3ForwardFp8Row row = row_of(kFa3ForwardFp8, dims);
-    Fa3ForwardShape found = tile == Fa3ForwardTile::kSmallQ ? row.small_q : row.usual;
+    const bool small_q = tile == Fa3ForwardTile::kSmallQ;
+    Fa3ForwardShape found = small_q ? row.small_q : row.usual;
+    // For few queries a pass of its own over V would take as long as the attention.
+    found.transposes_v = small_q;
     found.partial_cols = row.partial_cols < found.block_kv ? row.partial_cols : found.block_kv;
     return found;
 }

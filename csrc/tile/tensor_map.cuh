@@ -30,6 +30,33 @@ FLASH_HOST_DEVICE int64_t row_stride_bytes(const TensorView& view) {
     return max_of<int64_t>(view.row_stride * sizeof(Element), 16);
 }
 
+// A map of a transposed tensor, whose rows are channels, does so with the columns: column i of n
+// has the coordinate kRowBound - n + i, where n is rounded up to a multiple of 16. Its dimensions
+// are
+//
+//     dimension   stride in bytes    coordinate
+//     column      1                  kRowBound - n + i
+//     row         row stride         first row
+//     offset      16                 (offset of the column after the sequence's last) / 16
+//     shift       2^38 - 16          2^26: adds 2^64 - kRowBound
+inline constexpr int kColumnShift = 1 << 26;
+
+// The columns of one head of one sequence.
+struct TensorColumns {
+    int offset;
+    int first;  // the coordinate of column 0
+
+    // Loads all rows of a tile, from column `column` on; `barrier` counts Tile::kBytes.
+    template <class Tile>
+    FLASH_DEVICE void load(const CUtensorMap& map, uint32_t shared, uint32_t barrier,
+                           int column) const {
+#pragma unroll
+        for (int atom = 0; atom < Tile::kAtoms; ++atom)
+            ptx::tma_load_4d(shared + atom * Tile::kAtomBytes, map, barrier,
+                             first + column + atom * Tile::kAtomCols, 0, offset, kColumnShift);
+    }
+};
+
 // The rows of one head of one sequence, as TMA addresses them.
 struct TensorRows {
     int offset;
@@ -63,6 +90,12 @@ struct TensorRows {
             load_boxes<Tile>(map, shared + i * Tile::kPitch, barrier, row + i);
     }
 };
+
+// `count` columns, the first of which is at byte `begin` of the tensor's first row.
+FLASH_DEVICE TensorColumns tensor_columns(int64_t begin, int count) {
+    const int rounded = ceil_div(count, 16) * 16;
+    return {static_cast<int>((begin + rounded) / 16), kRowBound - rounded};
+}
 
 // All loads get the location of rows from this function. A sequence begins at row `begin` of the
 // tensor and has `rows` rows.

@@ -17,8 +17,7 @@
 namespace flash_ext {
 
 // By all lanes of warp `warp` of kWarps. Source is (keys, columns), Target (columns, keys).
-// kFewRegisters: some 40 are enough, at less speed.
-template <class Source, class Target, int kWarps, bool kFewRegisters>
+template <class Source, class Target, int kWarps>
 FLASH_DEVICE void transpose_fp8(uint32_t source, uint32_t target, int warp) {
     static_assert(Source::kRows == Target::kCols && Source::kCols == Target::kRows);
     static_assert(Source::kChunksPerRow % kWarps == 0);
@@ -33,13 +32,11 @@ FLASH_DEVICE void transpose_fp8(uint32_t source, uint32_t target, int warp) {
     // Other chunks within an atom differ by an XOR, all else by a constant.
     const uint32_t from = source + Source::offset(lane, warp);
     const uint32_t to = target + Target::offset(16 * warp + column, matrix / 2);
-    constexpr int kUnrollBlocks = kFewRegisters ? kBlocksPerAtom : kBlocks;
-    constexpr int kUnroll = kFewRegisters ? 1 : Source::kCols / 16;
-#pragma unroll kUnroll
+#pragma unroll
     for (int chunk = 0; chunk < Source::kCols / 16; chunk += kWarps) {
         // Two blocks at a time: their latencies overlap, and this warp has few registers.
-        constexpr int kAtOnce = kBlocks % 2 == 0 && !kFewRegisters ? 2 : 1;
-#pragma unroll kUnrollBlocks
+        constexpr int kAtOnce = kBlocks % 2 == 0 ? 2 : 1;
+#pragma unroll
         for (int first_block = 0; first_block < kBlocks; first_block += kAtOnce) {
             uint32_t keys[kAtOnce][4];
 #pragma unroll

@@ -12,6 +12,7 @@
 
 #include "device.h"
 #include "kernels/fa3/backward.cuh"
+#include "kernels/fp8/transpose_v.cuh"
 #include "problem/score.cuh"
 #include "tile/gemm.cuh"
 #include "tile/tensor_map.cuh"
@@ -171,6 +172,17 @@ struct Map {
     int swizzle;  // bytes
 };
 
+Map described(const CUtensorMap& map) {
+    const int swizzle = map.swizzle == CU_TENSOR_MAP_SWIZZLE_128B  ? 128
+                        : map.swizzle == CU_TENSOR_MAP_SWIZZLE_64B ? 64
+                                                                   : 32;
+    return {reinterpret_cast<uint64_t>(map.address),
+            {map.sizes, map.sizes + map.rank},
+            {map.strides, map.strides + map.rank - 1},
+            {map.box, map.box + map.rank},
+            swizzle};
+}
+
 TensorView view_of(uint64_t address, Strides strides) {
     return {reinterpret_cast<void*>(address), strides[0], strides[1], strides[2]};
 }
@@ -194,15 +206,7 @@ auto load_tile_by_tma(int bytes, int rows, int cols, bool in_boxes, uint64_t add
             encode_tensor_map<Tile>(map, view, head_dim);
             tensor.template load<Tile>(map, shared, 0, row);
         }
-        const int swizzle = map.swizzle == CU_TENSOR_MAP_SWIZZLE_128B  ? 128
-                            : map.swizzle == CU_TENSOR_MAP_SWIZZLE_64B ? 64
-                                                                       : 32;
-        return std::pair(Map{reinterpret_cast<uint64_t>(map.address),
-                             {map.sizes, map.sizes + map.rank},
-                             {map.strides, map.strides + map.rank - 1},
-                             {map.box, map.box + map.rank},
-                             swizzle},
-                         device::loads);
+        return std::pair(described(map), device::loads);
     });
 }
 
@@ -310,7 +314,7 @@ std::vector<std::vector<bool>> masked(const std::vector<std::pair<int, int>>& vi
 // --- Stores ---
 
 // V^T of a tile of V, from its bytes and to them, row by row.
-template <int kKeys, int kCols, bool kFewRegisters>
+template <int kKeys, int kCols>
 std::vector<uint8_t> transposed(const std::vector<uint8_t>& v) {
     using Source = SharedTile<Float8, kKeys, kCols>;
     using Target = SharedTile<Float8, kCols, kKeys>;
@@ -318,14 +322,57 @@ std::vector<uint8_t> transposed(const std::vector<uint8_t>& v) {
         for (int col = 0; col < kCols; ++col)
             storage[Source::offset(key, col / 16) + col % 16] = v[key * kCols + col];
     for (int warp = 0; warp < 2; ++warp)
-        device::run_warp(warp, [&](int) {
-            transpose_fp8<Source, Target, 2, kFewRegisters>(0, Source::kBytes, warp);
-        });
+        device::run_warp(warp,
+                         [&](int) { transpose_fp8<Source, Target, 2>(0, Source::kBytes, warp); });
     std::vector<uint8_t> all;
     for (int col = 0; col < kCols; ++col)
         for (int key = 0; key < kKeys; ++key)
             all.push_back(storage[Source::kBytes + Target::offset(col, key / 16) + key % 16]);
     return all;
+}
+
+// What transpose_v_kernel makes of V (rows, heads, columns) in varlen sequences, and where channel
+// 0 and key 0 of each of them and of a head are.
+std::pair<std::vector<uint8_t>, std::vector<int64_t>> transposed_v(
+    const std::vector<uint8_t>& v, int heads, int cols, const std::vector<int>& cu_seqlens,
+    const std::vector<int>& seqused) {
+    AttentionParams params{};
+    params.batch = static_cast<int>(seqused.size());
+    params.heads_k = heads;
+    params.head_dim_v = cols;
+    params.seqlen_k = static_cast<int>(v.size()) / heads / cols;
+    params.cu_seqlens_q = params.cu_seqlens_k = cu_seqlens.data();
+    params.seqused_k = seqused.data();
+    params.v = {const_cast<uint8_t*>(v.data()), 0, heads * cols, cols};
+    std::vector<uint8_t> all(transposed_v_bytes(params), 0xee);
+    const TransposeParams transpose{params, all.data()};
+    const int tiles = tile_numbers(params, params.seqlen_k, kTransposeKeys);
+    for (int block = 0; block < tiles * heads; ++block)
+        for (int thread = 0; thread < 32 * ceil_div(cols, 64); ++thread) {
+            blockIdx = {unsigned(block)};
+            threadIdx = {unsigned(thread)};
+            transpose_v_kernel(transpose);
+        }
+    std::vector<int64_t> offsets;
+    for (int number = 1; number <= params.batch; ++number)
+        for (int head = 0; head < heads; ++head)
+            offsets.push_back(transposed_v_offset(params, sequence_of<true>(params, number), head));
+    offsets.push_back(channel_bytes(params));
+    return {all, offsets};
+}
+
+// A map of V^T, and the loads of a tile from key `key` on of `keys` keys that begin at `offset`.
+auto load_columns(int rows, int cols, uint64_t address, int64_t row_bytes, int64_t offset, int keys,
+                  int key, uint32_t shared) {
+    return visit_tile(1, rows, cols, [&](auto tile) {
+        using Tile = decltype(tile);
+        CUtensorMap map;
+        device::loads.clear();
+        encode_transposed_map<Tile>(map, reinterpret_cast<void*>(address), Tile::kRows - 16,
+                                    row_bytes);
+        tensor_columns(offset, keys).template load<Tile>(map, shared, 0, key);
+        return std::pair(described(map), device::loads);
+    });
 }
 
 // dS^T in shared memory, (key, query), where that of key i and query j is kBlockQ i + j.
@@ -397,10 +444,11 @@ PYBIND11_MODULE(flash_ext_layouts, m) {
                                                : masked<16, 128>;
               return kernel(visible, first_col);
           });
-    m.def("transposed", [](int keys, int cols, bool few, const std::vector<uint8_t>& v) {
-        if (keys == 64) return few ? transposed<64, 64, true>(v) : transposed<64, 64, false>(v);
-        return few ? transposed<192, 256, true>(v) : transposed<192, 256, false>(v);
+    m.def("transposed", [](int keys, int cols, const std::vector<uint8_t>& v) {
+        return keys == 64 ? transposed<64, 64>(v) : transposed<192, 256>(v);
     });
+    m.def("transposed_v", &transposed_v);
+    m.def("load_columns", &load_columns);
     m.def("stored_ds", [](int head_dim) {
         return head_dim == 64   ? stored_ds<64>()
                : head_dim == 96 ? stored_ds<96>()

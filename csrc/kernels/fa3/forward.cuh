@@ -344,7 +344,7 @@ cudaError_t fa3_forward(const ForwardParams& params, const ForwardKernel& kernel
                     tuning::fa3_forward_shape({kHeadDim, kHeadDimV}, options.value, tile);
                 using Kernel =
                     Fa3Forward<decltype(element), kHeadDim, kHeadDimV, options.value, kTuning>;
-                return launch_fa3_forward<Kernel>(params, kernel.gpu.sms, stream);
+                return launch_fa3_forward<Kernel>(params, kernel, stream);
             } else {
                 return kNoKernel;
             }

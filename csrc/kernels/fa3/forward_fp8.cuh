@@ -34,6 +34,7 @@
 
 #include "kernels/common/fp8_optimistic_softmax.cuh"
 #include "kernels/fa3/forward_tiles.cuh"
+#include "plan/transposed_v.cuh"
 #include "tile/transpose.cuh"
 
 namespace flash_ext {
@@ -52,14 +53,20 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         typename Tiles::QTile, typename Tiles::QPipeline, typename Tiles::KPipeline,
         typename Tiles::VPipeline, typename Tiles::VTile, typename Tiles::WorkTileState;
     static constexpr bool kInt8 = std::is_same_v<QKElement, Int8>;
-    static constexpr int kProducerRegisters = kTuning.transposer_registers;
+    static constexpr bool kTransposesV = kTuning.transposes_v;
+    static constexpr int kProducerRegisters = kTransposesV ? 56 : 40;
     static constexpr int kConsumerRegisters = Tiles::consumer_registers(kProducerRegisters);
-    static constexpr int kTransposers = 2;  // warps of the first warpgroup that transpose V
+    // Warps of the first warpgroup that transpose V.
+    static constexpr int kTransposers = kTransposesV ? 2 : 0;
     static constexpr int kPartialCols = kTuning.partial_cols;  // of O that one P V computes
 
     using TransposedVTile = SharedTile<Float8, kHeadDimV, kBlockKV>;
     // What TMA loads; it is transposed from here to a stage of VPipeline.
     using RowMajorVPipeline = Pipeline<2, VTile::kBytes>;
+    struct RowMajorV {
+        alignas(1024) typename RowMajorVPipeline::Stages stages;
+        typename RowMajorVPipeline::Barriers barriers;
+    };
     using Scores = RegisterTile<16, kBlockKV, std::conditional_t<kInt8, int, float>>;
     // Floats in the registers of scores, also of int8.
     using Floats = std::conditional_t<kInt8, FloatScoresAsBits, FloatScores>;
@@ -68,16 +75,14 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
     using Probabilities = typename Softmax::Probabilities;
 
     struct SharedStorage : Tiles::SharedStorage {
-        typename RowMajorVPipeline::Barriers v_row_major_barriers;
         // A barrier for each consumer: its turn to compute exponentials.
         uint64_t turns[kConsumers];
         // How far each consumer thread has cooled its two rows (fp8_softmax.cuh), in powers of two.
         uint8_t cooling[kConsumers * 128][2];
-        alignas(1024) typename RowMajorVPipeline::Stages v_row_major;
+        RowMajorV row_major_v[kTransposesV];
     };
 
     SharedStorage& storage = shared_storage<SharedStorage>();
-    RowMajorVPipeline row_major_v{storage.v_row_major, storage.v_row_major_barriers};
 
     using Tiles::Tiles;
 
@@ -93,34 +98,65 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
     static constexpr bool kWholeKBlocks = kBlockKV % kDescaleRows == 0;
 
     FLASH_DEVICE void init() const {
-        // Q's producer and the warps that transpose read work tiles.
-        this->init_pipelines(kTransposers, 1 + kTransposers);
-        row_major_v.init(kTransposers);
+        // Q's producer reads work tiles, and V's or the warps that transpose.
+        constexpr int kProducersOfV = max_of(kTransposers, 1);
+        this->init_pipelines(kProducersOfV, 1 + kProducersOfV);
+        if constexpr (kTransposesV) row_major_v().init(kTransposers);
         if (!kTuning.ping_pong)
             for (int i = 0; i < kConsumers; ++i) ptx::mbarrier_init(turn_of(i), 128);
     }
 
     // --- Producers ---
 
+    FLASH_DEVICE RowMajorVPipeline row_major_v() const {
+        return {storage.row_major_v->stages, storage.row_major_v->barriers};
+    }
+
     FLASH_DEVICE void produce() const {
         typename RowMajorVPipeline::State v;
         const auto load_v = [&](const QueryTile& tile, int first_key) {
+            if constexpr (!kTransposesV) return;
             const KeyRows keys = key_rows(params, tile.sequence);
             load_tile<VTile, Tiles::kKVBoxRows>(
-                row_major_v, v, params.v_map,
+                row_major_v(), v, params.v_map,
                 keys.tensor_rows<Float8>(params.v, key_head(params, tile.head), first_key),
                 first_key);
             v.advance();
         };
         if (warp_id() == 0) this->produce_k(load_v);
+        if (warp_id() == 1 && !kTransposesV) produce_transposed_v();
         if (warp_id() == 3) this->produce_q();
     }
     FLASH_DEVICE void produce_by_warps() const {
-        if (warp_id() > 0 && warp_id() <= kTransposers) transpose_v();
+        if constexpr (kTransposesV)
+            if (warp_id() > 0 && warp_id() <= kTransposers) transpose_v();
+    }
+
+    // V^T that the kernel before has written.
+    FLASH_DEVICE void produce_transposed_v() const {
+        ptx::wait_for_grid_before();
+        typename VPipeline::State v;
+        work_tiles.for_each([&](const QueryTile& tile) {
+            const Sequence& s = tile.sequence;
+            const TensorColumns columns = tensor_columns(
+                transposed_v_offset(params, s, key_head(params, tile.head)), s.seqlen_k);
+            for (int i = tile.kv_tiles.end - 1; i >= tile.kv_tiles.begin; --i, v.advance()) {
+                v_pipeline.producer_acquire(v);
+                v_pipeline.producer_expect(v, TransposedVTile::kBytes);
+                columns.load<TransposedVTile>(params.v_map, v_pipeline.stage(v), v_pipeline.full(v),
+                                              tile.kv_tiles.tile(i) * kBlockKV);
+            }
+        });
+    }
+    static cudaError_t encode_v_map(Fa3ForwardParams& params, const ForwardKernel& kernel) {
+        if constexpr (kTransposesV) return Tiles::encode_v_map(params, kernel);
+        return encode_transposed_map<TransposedVTile>(params.v_map, kernel.v_transposed,
+                                                      params.head_dim_v, channel_bytes(params));
     }
 
     // Transposes V tiles, by all lanes of kTransposers warps.
     FLASH_DEVICE void transpose_v() const {
+        const RowMajorVPipeline row_major = row_major_v();
         typename RowMajorVPipeline::State from;
         typename VPipeline::State to;
         for (WorkTileState t;; t.advance()) {
@@ -132,14 +168,14 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
             release(work_tiles.descriptions, t);
 #pragma unroll 1
             for (int i = 0; i < tiles; ++i) {
-                row_major_v.consumer_wait(from);
+                row_major.consumer_wait(from);
                 v_pipeline.producer_acquire(to);
-                transpose_fp8<VTile, TransposedVTile, kTransposers, kProducerRegisters <= 40>(
-                    row_major_v.stage(from), v_pipeline.stage(to), warp_id() - 1);
+                transpose_fp8<VTile, TransposedVTile, kTransposers>(
+                    row_major.stage(from), v_pipeline.stage(to), warp_id() - 1);
                 ptx::fence_proxy_async();  // wgmma will read what was stored
                 __syncwarp();
                 if (elected) v_pipeline.producer_commit(to);
-                release_and_advance(row_major_v, from);
+                release_and_advance(row_major, from);
                 to.advance();
             }
         }
@@ -513,7 +549,7 @@ cudaError_t fa3_forward_fp8(const ForwardParams& params, const ForwardKernel& ke
                     using QKElement = std::conditional_t<type == kInt8, Int8, Float8>;
                     using Kernel =
                         Fa3ForwardFp8<QKElement, kHeadDim, kHeadDimV, options.value, kTuning>;
-                    return launch_fa3_forward<Kernel>(params, kernel.gpu.sms, stream);
+                    return launch_fa3_forward<Kernel>(params, kernel, stream);
                 });
             } else {
                 return kNoKernel;

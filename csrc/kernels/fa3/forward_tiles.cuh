@@ -220,6 +220,10 @@ struct Fa3ForwardTiles : Fa3Cta<Fa3ForwardParams, QueryTile, kTuning.consumers> 
         }
     }
 
+    static cudaError_t encode_v_map(Fa3ForwardParams& params, const ForwardKernel& /*kernel*/) {
+        return encode_tensor_map<VTile, kKVBoxRows>(params.v_map, params.v, params.head_dim_v);
+    }
+
     // --- Consumers ---
 
     // With one stage, Q is released as soon as the tile's last scores are complete; with two, when
@@ -398,7 +402,8 @@ struct Fa3ForwardTiles : Fa3Cta<Fa3ForwardParams, QueryTile, kTuning.consumers> 
 };
 
 template <class Kernel>
-cudaError_t launch_fa3_forward(const ForwardParams& call, int sms, cudaStream_t stream) {
+cudaError_t launch_fa3_forward(const ForwardParams& call, const ForwardKernel& kernel,
+                               cudaStream_t stream) {
     Fa3ForwardParams params{call, make_dynamic_scheduler(call.counters)};
     if (params.seqlen_k == 0) {  // a tensor map needs an address, although nothing is read
         params.k.data = params.q.data;
@@ -409,13 +414,12 @@ cudaError_t launch_fa3_forward(const ForwardParams& call, int sms, cudaStream_t 
                                    params.q_map, q, params.head_dim),
                                encode_tensor_map<typename Kernel::KTile, Kernel::kKVBoxRows>(
                                    params.k_map, params.k, params.head_dim),
-                               encode_tensor_map<typename Kernel::VTile, Kernel::kKVBoxRows>(
-                                   params.v_map, params.v, params.head_dim_v)})
+                               Kernel::encode_v_map(params, kernel)})
         if (status != cudaSuccess) return status;
     const int works = work_tile_count(params.tile_order) / params.tile_order.tiles_at_once;
-    return launch_kernel<fa3_kernel<Kernel>>(min_of(works, sms), Kernel::kThreads,
-                                             sizeof(typename Kernel::SharedStorage), params,
-                                             stream);
+    return launch_kernel<fa3_kernel<Kernel>>(min_of(works, kernel.gpu.sms), Kernel::kThreads,
+                                             sizeof(typename Kernel::SharedStorage), params, stream,
+                                             {.pdl = kernel.v_transposed != nullptr});
 }
 
 }  // namespace flash_ext
