@@ -310,7 +310,7 @@ inline constexpr Fa3ForwardFp8Row kFa3ForwardFp8[] = {
      .small_q = {.block_kv = 64, .k_stages = 4, .v_stages = 3, .ping_pong = true}},
     {.head_dims = {128, 128},
      .partial_cols = 128,
-     .usual = {.block_kv = 256, .q_stages = 1, .k_stages = 3, .v_stages = 3},
+     .usual = {.block_kv = 256, .k_stages = 2, .v_stages = 3},
      .small_q = {.block_kv = 128, .k_stages = 3, .v_stages = 2}},
     {.head_dims = {192, 128},
      .partial_cols = 128,

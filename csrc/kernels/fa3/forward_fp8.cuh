@@ -56,8 +56,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
     static constexpr bool kTransposesV = kTuning.transposes_v;
     static constexpr int kProducerRegisters = kTransposesV ? 56 : 40;
     static constexpr int kConsumerRegisters = Tiles::consumer_registers(kProducerRegisters);
-    // Warps of the first warpgroup that transpose V.
-    static constexpr int kTransposers = kTransposesV ? 2 : 0;
+    static constexpr int kWarpsOfV = kTransposesV ? 2 : 1;     // of the first warpgroup
     static constexpr int kPartialCols = kTuning.partial_cols;  // of O that one P V computes
 
     using TransposedVTile = SharedTile<Float8, kHeadDimV, kBlockKV>;
@@ -77,6 +76,8 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
     struct SharedStorage : Tiles::SharedStorage {
         // A barrier for each consumer: its turn to compute exponentials.
         uint64_t turns[kConsumers];
+        // V's descales of each Q tile, in the stages of their descriptions.
+        float v_descales[Tiles::WorkTiles::kStages][kHeadDimV];
         // How far each consumer thread has cooled its two rows (fp8_softmax.cuh), in powers of two.
         uint8_t cooling[kConsumers * 128][2];
         RowMajorV row_major_v[kTransposesV];
@@ -98,10 +99,8 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
     static constexpr bool kWholeKBlocks = kBlockKV % kDescaleRows == 0;
 
     FLASH_DEVICE void init() const {
-        // Q's producer reads work tiles, and V's or the warps that transpose.
-        constexpr int kProducersOfV = max_of(kTransposers, 1);
-        this->init_pipelines(kProducersOfV, 1 + kProducersOfV);
-        if constexpr (kTransposesV) row_major_v().init(kTransposers);
+        this->init_pipelines(kWarpsOfV, 1 + kWarpsOfV);  // Q's producer and V's read work tiles
+        if constexpr (kTransposesV) row_major_v().init(kWarpsOfV);
         if (!kTuning.ping_pong)
             for (int i = 0; i < kConsumers; ++i) ptx::mbarrier_init(turn_of(i), 128);
     }
@@ -124,29 +123,52 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
             v.advance();
         };
         if (warp_id() == 0) this->produce_k(load_v);
-        if (warp_id() == 1 && !kTransposesV) produce_transposed_v();
         if (warp_id() == 3) this->produce_q();
     }
     FLASH_DEVICE void produce_by_warps() const {
-        if constexpr (kTransposesV)
-            if (warp_id() > 0 && warp_id() <= kTransposers) transpose_v();
+        if (warp_id() > 0 && warp_id() <= kWarpsOfV) produce_v();
     }
 
-    // V^T that the kernel before has written.
-    FLASH_DEVICE void produce_transposed_v() const {
-        ptx::wait_for_grid_before();
-        typename VPipeline::State v;
-        work_tiles.for_each([&](const QueryTile& tile) {
-            const Sequence& s = tile.sequence;
-            const TensorColumns columns = tensor_columns(
-                transposed_v_offset(params, s, key_head(params, tile.head)), s.seqlen_k);
-            for (int i = tile.kv_tiles.end - 1; i >= tile.kv_tiles.begin; --i, v.advance()) {
-                v_pipeline.producer_acquire(v);
-                v_pipeline.producer_expect(v, TransposedVTile::kBytes);
-                columns.load<TransposedVTile>(params.v_map, v_pipeline.stage(v), v_pipeline.full(v),
-                                              tile.kv_tiles.tile(i) * kBlockKV);
+    // V^T and V's descales, by all lanes of kWarpsOfV warps.
+    FLASH_DEVICE void produce_v() const {
+        if (!kTransposesV) ptx::wait_for_grid_before();  // for V^T
+        typename RowMajorVPipeline::State from;
+        typename VPipeline::State to;
+        for (WorkTileState t;; t.advance()) {
+            work_tiles.descriptions.consumer_wait(t);
+            const QueryTile& tile = work_tiles[t];
+            if (tile.first_query < 0) return;
+            load_v_descales(tile, t);
+            __syncwarp();  // the arrival at V's barrier comes after them
+            if constexpr (kTransposesV) {
+                transpose_v(tile, from, to);
+            } else if (elected) {
+                load_transposed_v(tile, to);
             }
-        });
+            __syncwarp();
+            release(work_tiles.descriptions, t);
+        }
+    }
+
+    // Per head or per channel. Consumers find them in shared memory: a thread that loaded the ones
+    // that it needs would wait many times, since it has no registers for more.
+    FLASH_DEVICE void load_v_descales(const QueryTile& tile, const WorkTileState& t) const {
+        const float* source = descales_of(params.v_descale, tile, tile.head);
+        const int64_t stride = source == &kNoDescale ? 0 : params.v_descale.last_stride;
+        for (int i = threadIdx.x - 32; i < params.head_dim_v; i += 32 * kWarpsOfV)
+            storage.v_descales[t.stage][i] = __ldg(source + i * stride);
+    }
+
+    FLASH_DEVICE void load_transposed_v(const QueryTile& tile, typename VPipeline::State& v) const {
+        const Sequence& s = tile.sequence;
+        const TensorColumns columns =
+            tensor_columns(transposed_v_offset(params, s, key_head(params, tile.head)), s.seqlen_k);
+        for (int i = tile.kv_tiles.end - 1; i >= tile.kv_tiles.begin; --i, v.advance()) {
+            v_pipeline.producer_acquire(v);
+            v_pipeline.producer_expect(v, TransposedVTile::kBytes);
+            columns.load<TransposedVTile>(params.v_map, v_pipeline.stage(v), v_pipeline.full(v),
+                                          tile.kv_tiles.tile(i) * kBlockKV);
+        }
     }
     static cudaError_t encode_v_map(Fa3ForwardParams& params, const ForwardKernel& kernel) {
         if constexpr (kTransposesV) return Tiles::encode_v_map(params, kernel);
@@ -154,30 +176,22 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
                                                       params.head_dim_v, channel_bytes(params));
     }
 
-    // Transposes V tiles, by all lanes of kTransposers warps.
-    FLASH_DEVICE void transpose_v() const {
+    // From V tiles that K's producer has loaded.
+    FLASH_DEVICE void transpose_v(const QueryTile& tile, typename RowMajorVPipeline::State& from,
+                                  typename VPipeline::State& to) const {
         const RowMajorVPipeline row_major = row_major_v();
-        typename RowMajorVPipeline::State from;
-        typename VPipeline::State to;
-        for (WorkTileState t;; t.advance()) {
-            work_tiles.descriptions.consumer_wait(t);
-            const QueryTile& tile = work_tiles[t];
-            if (tile.first_query < 0) return;
-            const int tiles = tile.kv_tiles.count();
-            __syncwarp();
-            release(work_tiles.descriptions, t);
+        const int tiles = tile.kv_tiles.count();
 #pragma unroll 1
-            for (int i = 0; i < tiles; ++i) {
-                row_major.consumer_wait(from);
-                v_pipeline.producer_acquire(to);
-                transpose_fp8<VTile, TransposedVTile, kTransposers>(
-                    row_major.stage(from), v_pipeline.stage(to), warp_id() - 1);
-                ptx::fence_proxy_async();  // wgmma will read what was stored
-                __syncwarp();
-                if (elected) v_pipeline.producer_commit(to);
-                release_and_advance(row_major, from);
-                to.advance();
-            }
+        for (int i = 0; i < tiles; ++i) {
+            row_major.consumer_wait(from);
+            v_pipeline.producer_acquire(to);
+            transpose_fp8<VTile, TransposedVTile, kWarpsOfV>(row_major.stage(from),
+                                                             v_pipeline.stage(to), warp_id() - 1);
+            ptx::fence_proxy_async();  // wgmma will read what was stored
+            __syncwarp();
+            if (elected) v_pipeline.producer_commit(to);
+            release_and_advance(row_major, from);
+            to.advance();
         }
     }
 
@@ -214,7 +228,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         typename QPipeline::State q{};
         typename KPipeline::State k{};
         typename VPipeline::State v{};
-        WorkTileState tile{}, output_tile{};
+        WorkTileState tile{};
         int kv_tile{}, first_kv_tile{};
         Interval full_tiles{};
         bool k_ready = false, v_ready = false;
@@ -335,25 +349,17 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         }
     }
 
-    // Multiplies O by V's descales, per head or per channel.
-    FLASH_DEVICE void descale_output(Output& rO, const QueryTile& tile) const {
-        const float* source = descales_of(params.v_descale, tile, tile.head);
-        const int64_t stride = source == &kNoDescale ? 0 : params.v_descale.last_stride;
-        if (stride == 0) {
-            rO.scale(__ldg(source));
-            return;
-        }
-        source += lane_col() * stride;
-        const int columns = params.head_dim_v - lane_col();
+    // Multiplies O by V's descales, which came with the tile's first V.
+    FLASH_DEVICE void descale_output(Output& rO, const WorkTileState& t) const {
+        const float* of_lane = &storage.v_descales[t.stage][lane_col()];
 #pragma unroll
-        for (int n = 0; n < Output::kN; ++n, source += 8 * stride)
-            if (8 * n < columns) {
-                const float x = __ldg(source), y = __ldg(source + stride);
-                rO.v[0][n][0] *= x;
-                rO.v[0][n][1] *= y;
-                rO.v[0][n][2] *= x;
-                rO.v[0][n][3] *= y;
-            }
+        for (int n = 0; n < Output::kN; ++n) {
+            const float2 factors = *reinterpret_cast<const float2*>(of_lane + 8 * n);
+            rO.v[0][n][0] *= factors.x;
+            rO.v[0][n][1] *= factors.y;
+            rO.v[0][n][2] *= factors.x;
+            rO.v[0][n][3] *= factors.y;
+        }
     }
 
     // --- Steps of an iteration ---
@@ -434,19 +440,27 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
 
     // --- Results ---
 
+    // Where the description of the Q tile is whose O is stored.
+    static FLASH_DEVICE WorkTileState tile_before(const WorkTileState& t) {
+        constexpr int kStages = Tiles::WorkTiles::kStages;
+        return {(t.stage + kStages - 1) % kStages};
+    }
+
     // Stores O / l and lse, or the results of a split.
     template <bool kLast = false>
-    FLASH_DEVICE void store(Output& rO, Softmax& softmax, const QueryTile& tile) const {
-        this->normalize(rO, softmax);
-        descale_output(rO, tile);
-        this->template store_tile<kLast>(rO, softmax, tile);
+    FLASH_DEVICE void store(State& x) const {
+        const WorkTileState t = tile_before(x.tile);
+        this->normalize(x.rO, x.softmax);
+        descale_output(x.rO, t);
+        this->template store_tile<kLast>(x.rO, x.softmax, work_tiles[t]);
     }
 
     // O of the previous Q tile.
     FLASH_DEVICE void store_previous(State& x) const {
-        store(x.rO, x.softmax, work_tiles[x.output_tile]);
+        store(x);
         x.rO.clear();
-        end_work_tile(x.output_tile);
+        WorkTileState t = tile_before(x.tile);
+        end_work_tile(t);
     }
 
     // --- The loop ---
@@ -510,10 +524,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         compute_p<false>(x, rP, true);
 
         while (true) {  // ends where find_tile() says so, as in forward.cuh
-            if (x.kv_tile == x.first_kv_tile) {
-                warm(x);
-                x.output_tile = x.tile;
-            }
+            if (x.kv_tile == x.first_kv_tile) warm(x);
             const bool new_tile = this->advance(x);
             if (new_tile) {
                 if (!find_tile(x)) break;
@@ -529,7 +540,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         Order::wait(consumer);
         add_output<false>(x, rP);
         Order::signal_next(consumer);
-        store<true>(rO, softmax, work_tiles[x.output_tile]);
+        store<true>(x);
     }
 };
 
