@@ -200,7 +200,7 @@ Tensor empty(const Tensor& x, const std::vector<int64_t>& shape, ScalarType dtyp
 Tensor with_contiguous_rows(const Tensor& x) { return x.stride(x.dim() - 1) == 1 ? x : copy_of(x); }
 
 Tensor copy_of(const Tensor& x) {
-    Tensor copy = empty(x, {x.sizes().begin(), x.sizes().end()}, x.scalar_type());
+    Tensor copy = contiguous_like(x);
     torch::stable::copy_(copy, x);
     return copy;
 }
@@ -254,22 +254,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     params.deterministic = options.deterministic && q.numel() > 0;  // otherwise nothing is added
 
     const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
-    const auto empty_as = [&](const Tensor& x) {
-        return empty(q, {x.sizes().begin(), x.sizes().end()}, x.scalar_type());
-    };
     auto [dq, dk, dv] = into;
-    if (!dq.defined()) {
-        dq = empty_as(q);
-        dk = empty_as(k);
-        dv = empty_as(v);
-    }
+    if (!dq.defined())
+        std::tie(dq, dk, dv) =
+            std::tuple(contiguous_like(q), contiguous_like(k), contiguous_like(v));
     Tensor dbias, dsink;
     if (need_dbias && options.bias && options.bias->scalar_type() != ScalarType::Bool) {
-        dbias = empty_as(*options.bias);
+        dbias = contiguous_like(*options.bias);
         params.dbias = dbias.data_ptr();
     }
     if (options.sink) {
-        dsink = empty_as(*options.sink);
+        dsink = contiguous_like(*options.sink);
         params.dsink = static_cast<float*>(dsink.data_ptr());
     }
     params.out = operands[3].view();
@@ -322,9 +317,7 @@ bool accepts_into(const Tensor& into, const Tensor& like, const Tensor& last) {
     if (like.dim() < 3 || like.dim() > 4 || last.dim() == 0) return true;  // refused by itself
     std::vector<int64_t> shape(like.sizes().begin(), like.sizes().end());
     shape.back() = last.size(last.dim() - 1);
-    if (!has_shape(into, shape) || into.scalar_type() != like.scalar_type() ||
-        into.device() != like.device() || !has_contiguous_rows(into))
-        return false;
+    if (!is_of(into, like.device(), like.scalar_type(), shape)) return false;
     if (into.numel() == 0) return true;
     bool fits = operand("", into).is_aligned();  // as the kernels' widest stores want it
     for (int64_t dim = 0; dim + 1 < into.dim(); ++dim)

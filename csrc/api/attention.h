@@ -70,6 +70,11 @@ Tensor empty_strided(const Tensor& x, const std::vector<int64_t>& sizes,
 Tensor empty(const Tensor& x, const std::vector<int64_t>& shape,
              torch::headeronly::ScalarType dtype);
 
+// The same, of x's shape and dtype.
+inline Tensor contiguous_like(const Tensor& x) {
+    return empty(x, {x.sizes().begin(), x.sizes().end()}, x.scalar_type());
+}
+
 // A contiguous copy. Does not use torch's own op, whose error would not be torch.OutOfMemoryError.
 Tensor copy_of(const Tensor& x);
 
