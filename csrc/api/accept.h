@@ -14,7 +14,6 @@
 #include <stdexcept>
 #include <string>
 #include <tuple>
-#include <utility>
 #include <vector>
 
 #include "api/attention.h"
@@ -246,18 +245,16 @@ inline std::optional<Sizes> accept_forward(const Tensor& q, const Tensor& k, con
 }
 
 // The same for a backward pass.
-inline std::optional<Sizes> accept_backward(const Tensor& dout, const std::optional<Tensor>& dlse,
-                                            const Tensor& q, const Tensor& k, const Tensor& v,
-                                            const Tensor& out, const Tensor& lse,
-                                            const Options& options) {
-    const std::optional<Sizes> sizes = accept_forward(q, k, v, options);
-    const ScalarType dtype = q.scalar_type();
+inline std::optional<Sizes> accept_backward(const BackwardTensors& x, const Options& options) {
+    const std::optional<Sizes> sizes = accept_forward(x.q, x.k, x.v, options);
+    const ScalarType dtype = x.q.scalar_type();
     if (!sizes || has_8_bits(dtype)) return std::nullopt;
-    const Device device = q.device();
+    const Device device = x.q.device();
     const auto shape = sizes->rows(sizes->seqlen_q, sizes->heads_q, sizes->head_dim_v);
-    const bool accepted = is_of(dout, device, dtype, shape) && is_of(out, device, dtype, shape) &&
-                          is_plain(lse, device, ScalarType::Float, sizes->statistics()) &&
-                          is_plain_or_none(dlse, device, ScalarType::Float, sizes->statistics());
+    const bool accepted = is_of(x.dout, device, dtype, shape) &&
+                          is_of(x.out, device, dtype, shape) &&
+                          is_plain(x.lse, device, ScalarType::Float, sizes->statistics()) &&
+                          is_plain_or_none(x.dlse, device, ScalarType::Float, sizes->statistics());
     return accepted ? sizes : std::nullopt;
 }
 

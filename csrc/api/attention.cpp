@@ -229,15 +229,14 @@ std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, c
     return {out, lse};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
-    const Tensor& dout, const std::optional<Tensor>& dlse, const Tensor& q, const Tensor& k,
-    const Tensor& v, const Tensor& out, const Tensor& lse, const Options& options, bool need_dbias,
-    const std::tuple<Tensor, Tensor, Tensor>& into) {
-    const std::optional<Sizes> sizes = accept_backward(dout, dlse, q, k, v, out, lse, options);
-    if (!sizes) refuse("bwd", dout, dlse, q, k, v, out, lse, options);
+AllGradients attention_backward(const BackwardTensors& x, const Options& options, bool need_dbias,
+                                const Gradients& into) {
+    const Tensor &q = x.q, &k = x.k, &v = x.v;
+    const std::optional<Sizes> sizes = accept_backward(x, options);
+    if (!sizes) refuse("bwd", x, options);
     check_architecture(q);
     const Operand operands[] = {operand("q", q), operand("k", k), operand("v", v),
-                                operand("out", out), operand("dout", dout)};
+                                operand("out", x.out), operand("dout", x.dout)};
     BackwardPlan plan{};
     BackwardParams& params = plan.params;
     fill_params(params, *sizes, operands, q, options, 0x1p15f);  // P is up to 1
@@ -269,8 +268,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     }
     params.out = operands[3].view();
     params.dout = operands[4].view();
-    params.lse = static_cast<const float*>(lse.data_ptr());
-    params.dlse = data_of<float>(dlse);
+    params.lse = static_cast<const float*>(x.lse.data_ptr());
+    params.dlse = data_of<float>(x.dlse);
     params.dq = view(dq);
     params.dk = view(dk);
     params.dv = view(dv);
@@ -301,15 +300,9 @@ std::tuple<Tensor, Tensor> fwd(const Tensor& q, const Tensor& k, const Tensor& v
     return attention_forward(q, k, v, options);
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> bwd(const Tensor& dout,
-                                                       const std::optional<Tensor>& dlse,
-                                                       const Tensor& q, const Tensor& k,
-                                                       const Tensor& v, const Tensor& out,
-                                                       const Tensor& lse, const Options& options,
-                                                       bool need_dbias) {
-    const auto [dq, dk, dv, dbias, dsink] =
-        attention_backward(dout, dlse, q, k, v, out, lse, options, need_dbias);
-    return {dq, dk, dv, or_empty(dbias, q), or_empty(dsink, q)};
+AllGradients bwd(const BackwardTensors& x, const Options& options, bool need_dbias) {
+    const auto [dq, dk, dv, dbias, dsink] = attention_backward(x, options, need_dbias);
+    return {dq, dk, dv, or_empty(dbias, x.q), or_empty(dsink, x.q)};
 }
 
 // May a result like `like`, but for the last size, be written into this tensor?
@@ -339,15 +332,13 @@ Tensor fwd_into(const Tensor& out, const Tensor& q, const Tensor& k, const Tenso
 }
 
 // bwd into dq, dk and dv. Returns dsink, or a tensor of shape (0).
-Tensor bwd_into(const Tensor& dq, const Tensor& dk, const Tensor& dv, const Tensor& dout,
-                const std::optional<Tensor>& dlse, const Tensor& q, const Tensor& k,
-                const Tensor& v, const Tensor& out, const Tensor& lse, const Options& options) {
-    if (!is_plain_call(q, options) || !accepts_into(dq, q, q) || !accepts_into(dk, k, k) ||
-        !accepts_into(dv, v, v))
-        refuse("bwd_into", dq, dk, dv, dout, dlse, q, k, v, out, lse, options);
-    const auto gradients = attention_backward(dout, dlse, q, k, v, out, lse, options,
-                                              /*need_dbias=*/false, {dq, dk, dv});
-    return or_empty(std::get<4>(gradients), q);
+Tensor bwd_into(const Tensor& dq, const Tensor& dk, const Tensor& dv, const BackwardTensors& x,
+                const Options& options) {
+    if (!is_plain_call(x.q, options) || !accepts_into(dq, x.q, x.q) ||
+        !accepts_into(dk, x.k, x.k) || !accepts_into(dv, x.v, x.v))
+        refuse("bwd_into", dq, dk, dv, x, options);
+    const auto gradients = attention_backward(x, options, /*need_dbias=*/false, {dq, dk, dv});
+    return or_empty(std::get<4>(gradients), x.q);
 }
 
 }  // namespace

@@ -51,6 +51,19 @@ struct Options {
     }
 };
 
+// The tensors of a backward pass, in the order of the schema.
+struct BackwardTensors {
+    Tensor dout;
+    std::optional<Tensor> dlse;
+    Tensor q, k, v, out, lse;
+
+    auto fields() { return std::tie(dout, dlse, q, k, v, out, lse); }
+};
+
+using Gradients = std::tuple<Tensor, Tensor, Tensor>;  // dq, dk, dv
+// And dbias and dsink, which are undefined where there are none.
+using AllGradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+
 // Throws what Python sees as torch.OutOfMemoryError, which the stable ABI cannot throw.
 [[noreturn]] void throw_out_of_memory(const std::string& message);
 
@@ -86,12 +99,9 @@ Tensor with_contiguous_rows(const Tensor& x);
 std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, const Tensor& v,
                                              const Options& options, const Tensor& into = Tensor());
 
-// dq, dk, dv, and dbias and dsink, which are undefined where there are none. `into`: as above, for
-// the first three.
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
-    const Tensor& dout, const std::optional<Tensor>& dlse, const Tensor& q, const Tensor& k,
-    const Tensor& v, const Tensor& out, const Tensor& lse, const Options& options, bool need_dbias,
-    const std::tuple<Tensor, Tensor, Tensor>& into = {});
+// `into`: as above.
+AllGradients attention_backward(const BackwardTensors& x, const Options& options, bool need_dbias,
+                                const Gradients& into = {});
 
 // Two indices in kVariantNames: of the variant that attention_forward would run (or its error), and
 // of the variant whose kernels would compute the gradients, with the reason where they differ. The

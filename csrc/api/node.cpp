@@ -6,8 +6,6 @@
 // The op has no arguments for most options. `node_options_CUDA` stores those of the next call on
 // the same thread, which refers to them by its dropout_p. The forward kernel gives them to the node
 // as outputs that have no other use, and the node gives them to the backward kernel.
-#include <torch/csrc/stable/ops.h>
-
 #include <algorithm>
 #include <bit>
 #include <exception>
@@ -73,8 +71,6 @@ void unpack(int64_t integers, Options& options) {
     options.deterministic = bits.deterministic;
 }
 
-Tensor or_undefined(const std::optional<Tensor>& tensor) { return tensor ? *tensor : Tensor(); }
-
 std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, int64_t, Tensor, Tensor, Tensor> node_fwd(
     const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& bias,
     double number, bool causal, bool /*return_debug_mask*/, std::optional<double> scale) {
@@ -86,15 +82,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, int64_t, Tensor, Tensor, Ten
     options.causal = causal;
     options.bias = bias;
     const auto [out, lse] = attention_forward(q, k, v, options);
+    const Tensor none;  // undefined: the node does not save it
     return {out,
             lse,
-            or_undefined(options.cu_seqlens_q),  // the node saves nothing for an undefined tensor
-            or_undefined(options.cu_seqlens_k),
+            options.cu_seqlens_q.value_or(none),
+            options.cu_seqlens_k.value_or(none),
             pack(options),
             std::bit_cast<int64_t>(options.softcap),
-            or_undefined(options.alibi_slopes),
-            or_undefined(options.seqused_k),
-            Tensor()};
+            options.alibi_slopes.value_or(none),
+            options.seqused_k.value_or(none),
+            none};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> node_bwd(
@@ -113,7 +110,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> node_bwd(
                     .seqused_k = if_defined(seqused_k)};
     unpack(integers, options);
     const auto [dq, dk, dv, dbias, dsink] =
-        attention_backward(with_contiguous_rows(dout), std::nullopt, q, k, v, out, lse, options,
+        attention_backward({with_contiguous_rows(dout), std::nullopt, q, k, v, out, lse}, options,
                            /*need_dbias=*/grad_input_mask[3]);
     return {dq, dk, dv, dbias};
 } catch (...) {

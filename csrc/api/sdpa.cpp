@@ -182,8 +182,6 @@ std::optional<std::tuple<Tensor, Tensor>> run_forward(Layout layout, const Tenso
     return std::tuple(out, std::get<1>(attention_forward(q, k, v, options, layout(out))));
 }
 
-using Gradients = std::tuple<Tensor, Tensor, Tensor>;
-
 std::optional<Gradients> run_backward(Layout layout, const Tensor& grad_out, const Tensor& query,
                                       const Tensor& key, const Tensor& value, const Tensor& out,
                                       const Tensor& lse, double dropout_p, Options options) {
@@ -192,9 +190,9 @@ std::optional<Gradients> run_backward(Layout layout, const Tensor& grad_out, con
     options.deterministic = deterministic();
     const Gradients into = {empty_as(query), empty_as(key), empty_as(value)};
     const auto& [dq, dk, dv] = into;
-    attention_backward(layout(with_contiguous_rows(grad_out)), std::nullopt, q, k, v, layout(out),
-                       torch::stable::contiguous(lse), options, /*need_dbias=*/false,
-                       {layout(dq), layout(dk), layout(dv)});
+    attention_backward({layout(with_contiguous_rows(grad_out)), std::nullopt, q, k, v, layout(out),
+                        torch::stable::contiguous(lse)},
+                       options, /*need_dbias=*/false, {layout(dq), layout(dk), layout(dv)});
     return into;
 }
 
