@@ -12,9 +12,9 @@
 #include <stdexcept>
 #include <vector>
 
+#include "api/accept.h"
 #include "api/attention.h"
 #include "api/boxing.h"
-#include "plan/variants.h"
 
 namespace flash_ext {
 namespace {
@@ -55,12 +55,10 @@ int64_t pack(const Options& options) {
     const auto window = [](int64_t side) -> uint64_t {
         return std::min<int64_t>(side, (1 << 30) - 2) + 1;
     };
-    uint64_t variant = 0;
-    for (int i = 0; i < kVariants; ++i)
-        if (options.variant == kVariantNames[i]) variant = i + 1;
-    return std::bit_cast<int64_t>(NodeBits{window(options.window_left),
-                                           window(options.window_right), variant,
-                                           options.deterministic, 0});
+    const std::optional<Variant> variant = variant_of(options);
+    return std::bit_cast<int64_t>(
+        NodeBits{window(options.window_left), window(options.window_right),
+                 variant ? static_cast<uint64_t>(*variant) + 1 : 0, options.deterministic, 0});
 }
 
 void unpack(int64_t integers, Options& options) {

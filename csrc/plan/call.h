@@ -18,9 +18,6 @@ struct Operand {
     int64_t strides[4];
     int element_bytes = 2;
 
-    bool is_empty() const {
-        return sizes[0] == 0 || sizes[1] == 0 || sizes[2] == 0 || sizes[3] == 0;
-    }
     // Do all rows start on 16-byte boundaries and end on them?
     bool is_aligned() const {
         const int64_t elements = 16 / element_bytes;
