@@ -18,9 +18,9 @@
 
 #include "api/attention.h"
 #include "api/boxing.h"
+#include "plan/call.h"
 #include "plan/text.h"
 #include "plan/tuning.h"
-#include "plan/variants.h"
 #include "problem/params.h"
 
 namespace flash_ext {

@@ -148,7 +148,9 @@ Tensor make_readable(Bias& bias, const Options& options) {
 Variant forward_variant(AttentionParams params, std::span<const Operand> operands, const Tensor& q,
                         const Options& options) {
     params.aligned = std::ranges::all_of(operands, &Operand::is_aligned);
-    const Choice choice = choose_forward({device_of(q), params, operands}, variant_of(options));
+    const std::optional<Variant> wanted = variant_of(options);
+    const Choice choice = choose({device_of(q), params, operands}, Pass::kForward,
+                                 wanted.value_or(kFastestVariant), /*may_stand_in=*/!wanted);
     if (!choice.variant) fail(choice.why);
     return *choice.variant;
 }
@@ -241,7 +243,7 @@ AllGradients attention_backward(const BackwardTensors& x, const Options& options
     BackwardParams& params = plan.params;
     fill_params(params, *sizes, operands, q, options, 0x1p15f);  // P is up to 1
     const Variant forward = forward_variant(params, std::span(operands).first(3), q, options);
-    const Choice choice = choose_backward({device_of(q), params, operands}, forward);
+    const Choice choice = choose({device_of(q), params, operands}, Pass::kBackward, forward, true);
     if (!choice.variant) fail(choice.why);
     plan.variant = *choice.variant;
     const cudaStream_t stream = current_stream(q);
@@ -284,7 +286,8 @@ std::tuple<int64_t, int64_t, std::string> attention_check(const Tensor& q, const
     AttentionParams params{};
     fill_params(params, sizes, operands, q, options, 1.f);
     const Variant variant = forward_variant(params, operands, q, options);
-    const Choice backward = choose_backward({device_of(q), params, operands}, variant);
+    const Choice backward =
+        choose({device_of(q), params, operands}, Pass::kBackward, variant, true);
     return {static_cast<int64_t>(variant),
             backward.variant ? static_cast<int64_t>(*backward.variant) : -1, backward.why};
 }

@@ -1,4 +1,6 @@
 // A call, as far as the choice of its kernels depends on it: known before anything is allocated.
+// And the list of variants among which it chooses, which dispatch in csrc follows, and (through
+// tests/native) the tests.
 #pragma once
 
 #include <cstdint>
@@ -9,6 +11,14 @@
 #include "tile/tensor_view.h"
 
 namespace flash_ext {
+
+// Algorithms, in the order of flash_ext.VARIANTS.
+enum class Variant { kFa1, kFa2, kFa3 };
+inline constexpr const char* kVariantNames[] = {"fa1", "fa2", "fa3"};
+inline constexpr int kVariants = 3;
+inline constexpr Variant kFastestVariant = Variant::kFa3;
+
+constexpr const char* name_of(Variant variant) { return kVariantNames[static_cast<int>(variant)]; }
 
 // A tensor whose rows kernels read or write: (B, S, H, D), with varlen (1, total, H, D).
 struct Operand {

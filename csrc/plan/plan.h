@@ -13,7 +13,6 @@
 
 #include "plan/call.h"
 #include "plan/launchers.h"
-#include "plan/variants.h"
 #include "problem/mask.cuh"
 #include "problem/params.h"
 #include "tile/host_device.h"
@@ -28,12 +27,9 @@ struct Choice {
     std::string why;                 // not the one that was asked for
 };
 
-// For a forward: the named variant, or the fastest one that runs it.
-Choice choose_forward(const Call& call, std::optional<Variant> wanted);
-
-// For the backward of a call whose forward ran in variant `forward`: the same, or the variant that
-// stands in.
-Choice choose_backward(const Call& call, Variant forward);
+// This variant, or, if others may stand in for it, the first that can. For the backward that is the
+// forward's, and others may.
+Choice choose(const Call& call, Pass pass, Variant variant, bool may_stand_in);
 
 // Scratch memory of a call: one allocation, cut into regions.
 //

@@ -423,9 +423,9 @@ enum class Fa3DQRegisters { kOwn, kOfS, kOfDP };
 
 struct Fa3BackwardShape {
     int block_q;
-    int q_stages;   // of Q tiles with their lse
-    int do_stages;  // of dO tiles with their delta
-    Fa3BackwardOverlap overlap;
+    int q_stages = 2;   // of Q tiles with their lse
+    int do_stages = 2;  // of dO tiles with their delta
+    Fa3BackwardOverlap overlap = kPingPong;
     bool transpose_dq = true;  // a consumer's half of dQ: 64 columns, or 64 rows
     bool hold_ds = true;       // dK takes dS from registers, or from shared memory
     Fa3DQRegisters dq_registers = Fa3DQRegisters::kOfS;
@@ -470,19 +470,17 @@ inline constexpr Fa3BackwardRow kFa3Backward[] = {
      .options = kFa3BackwardAllOptions,
      .usual = {.block_q = 128,
                .q_stages = 3,
-               .do_stages = 2,
                .overlap = kByMatmul,
                .transpose_dq = false,
                .hold_ds = false,
                .dq_registers = Fa3DQRegisters::kOfDP},
      .with_options = kPingPong},
-    {.head_dims = {96, 96},
-     .usual = {.block_q = 96, .q_stages = 2, .do_stages = 2, .overlap = kPingPong}},
+    {.head_dims = {96, 96}, .usual = {.block_q = 96}},
     {.head_dims = {128, 128},
      .options = kFa3BackwardAllOptions,
-     .usual = {.block_q = 64, .q_stages = 3, .do_stages = 2, .overlap = kByMatmulEarly},
+     .usual = {.block_q = 64, .q_stages = 3, .overlap = kByMatmulEarly},
      .with_options = kEarly,
-     .many_queries = {.block_q = 80, .q_stages = 2, .do_stages = 2, .overlap = kLateFences}},
+     .many_queries = {.block_q = 80, .overlap = kLateFences}},
 };
 
 inline constexpr int kManyQueries = 16384;
