@@ -189,24 +189,6 @@ Tensor empty_strided(const Tensor& x, const std::vector<int64_t>& sizes,
     return Tensor(handle);
 }
 
-Tensor empty(const Tensor& x, const std::vector<int64_t>& shape, ScalarType dtype) {
-    std::vector<int64_t> strides(shape.size());
-    int64_t stride = 1;
-    for (size_t i = shape.size(); i-- > 0;) {
-        strides[i] = stride;
-        stride *= std::max<int64_t>(shape[i], 1);
-    }
-    return empty_strided(x, shape, strides, dtype);
-}
-
-Tensor with_contiguous_rows(const Tensor& x) { return x.stride(x.dim() - 1) == 1 ? x : copy_of(x); }
-
-Tensor copy_of(const Tensor& x) {
-    Tensor copy = contiguous_like(x);
-    torch::stable::copy_(copy, x);
-    return copy;
-}
-
 std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, const Tensor& v,
                                              const Options& options, const Tensor& into) {
     const Sizes sizes = check_forward(q, k, v, options);

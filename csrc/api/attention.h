@@ -1,9 +1,11 @@
 // The ops of attention, without their registration. See flash_ext/ops/ for their contract.
 #pragma once
 
+#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <algorithm>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -80,8 +82,16 @@ Tensor empty_strided(const Tensor& x, const std::vector<int64_t>& sizes,
                      const std::vector<int64_t>& strides, torch::headeronly::ScalarType dtype);
 
 // The same, contiguous.
-Tensor empty(const Tensor& x, const std::vector<int64_t>& shape,
-             torch::headeronly::ScalarType dtype);
+inline Tensor empty(const Tensor& x, const std::vector<int64_t>& shape,
+                    torch::headeronly::ScalarType dtype) {
+    std::vector<int64_t> strides(shape.size());
+    int64_t stride = 1;
+    for (size_t i = shape.size(); i-- > 0;) {
+        strides[i] = stride;
+        stride *= std::max<int64_t>(shape[i], 1);
+    }
+    return empty_strided(x, shape, strides, dtype);
+}
 
 // The same, of x's shape and dtype.
 inline Tensor contiguous_like(const Tensor& x) {
@@ -89,10 +99,15 @@ inline Tensor contiguous_like(const Tensor& x) {
 }
 
 // A contiguous copy. Does not use torch's own op, whose error would not be torch.OutOfMemoryError.
-Tensor copy_of(const Tensor& x);
+inline Tensor copy_of(const Tensor& x) {
+    Tensor copy = contiguous_like(x);
+    return torch::stable::copy_(copy, x);
+}
 
 // A gradient as the kernels read it: itself, or a copy.
-Tensor with_contiguous_rows(const Tensor& x);
+inline Tensor with_contiguous_rows(const Tensor& x) {
+    return x.stride(x.dim() - 1) == 1 ? x : copy_of(x);
+}
 
 // out and lse. Where `into` is defined it is used as out. It is aligned as torch allocates memory,
 // and its rows are contiguous.

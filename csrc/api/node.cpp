@@ -10,6 +10,7 @@
 #include <bit>
 #include <exception>
 #include <stdexcept>
+#include <utility>
 #include <vector>
 
 #include "api/accept.h"
@@ -30,14 +31,6 @@ double node_options(const Options& options) {
     static thread_local double calls = 0;  // exact to 2^53
     announced = {++calls, options};
     return calls;
-}
-
-Options announced_options(double number) {
-    if (number != announced.number)
-        throw std::runtime_error("flash_ext: aten's overrideable attention has no dropout_p here");
-    Options options = std::move(announced.options);
-    announced = {};
-    return options;
 }
 
 // Options that are numbers, in one of the node's integers. 0 is the default of each.
@@ -75,7 +68,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, int64_t, Tensor, Tensor, Ten
     if (has_8_bits(q.scalar_type()))
         throw std::runtime_error("flash_ext: no variant has a backward for 8-bit inputs");
     Options options;
-    if (number != 0) options = announced_options(number);
+    if (number != 0) {
+        if (number != announced.number)
+            throw std::runtime_error(
+                "flash_ext: aten's overrideable attention has no dropout_p here");
+        options = std::exchange(announced, {}).options;
+    }
     options.scale = scale;
     options.causal = causal;
     options.bias = bias;

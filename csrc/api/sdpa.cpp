@@ -37,10 +37,6 @@ using torch::stable::detail::from;
 using torch::stable::detail::StableLibrary;
 using torch::stable::detail::unbox_to_tuple;
 
-bool deterministic() {
-    return at::globalContext == nullptr || at::globalContext().deterministicAlgorithms();
-}
-
 // What torch's kernel of the op returns, except the integers.
 template <class... Tensors, class... Arguments>
 std::tuple<Tensors...> call_original(const char* op, const Arguments&... arguments) {
@@ -176,7 +172,8 @@ std::optional<Gradients> run_backward(Layout layout, const Tensor& grad_out, con
                                       const Tensor& lse, double dropout_p, Options options) {
     const Tensor q = layout(query), k = layout(key), v = layout(value);
     if (!grad_out.defined() || !runs(q, k, v, dropout_p, options)) return std::nullopt;
-    options.deterministic = deterministic();
+    options.deterministic =
+        at::globalContext == nullptr || at::globalContext().deterministicAlgorithms();
     const Gradients into = {empty_as(query), empty_as(key), empty_as(value)};
     const auto& [dq, dk, dv] = into;
     attention_backward({layout(with_contiguous_rows(grad_out)), std::nullopt, q, k, v, layout(out),

@@ -42,10 +42,6 @@ std::string refused_bwd(const BackwardTensors& x, const Options& options) {
 
 }  // namespace
 
-Tensor with_contiguous_rows(const Tensor& x) {
-    return x.stride(x.dim() - 1) == 1 ? x : torch::stable::contiguous(x);
-}
-
 Tensor empty_strided(const Tensor& x, const std::vector<int64_t>& sizes,
                      const std::vector<int64_t>& strides, torch::headeronly::ScalarType dtype) {
     AtenTensorHandle handle = nullptr;
