@@ -9,7 +9,7 @@ percent x waves x rows x (keys + overhead). Percent and overhead of a tile are r
 `usual`, whose constants are the defaults. This script times every tile of a row at a fixed grid of
 calls, fits both constants to the ratios of the times, and prints for each call which tile was the
 fastest, which one today's constants choose and which one the new constants choose, with the time
-that a wrong choice costs. For few queries the same with the number of splits and `decoding_time`.
+that a wrong choice costs. For few queries the same with the number of splits and `decode_splits`.
 
 Today's constants stand here too (`ROWS`, `SplitCosts`); a test compares them with csrc. Tiles are
 forced by FLASH_EXT_FORCE_TILE, splits by FLASH_EXT_FORCE_SPLITS, which plans read if
@@ -249,7 +249,7 @@ def decodings() -> Iterator[Decoding]:
 
 
 def decoding_time(call: Decoding, splits: int, x: SplitCosts, gpu: Gpu) -> float:
-    """`decoding_time` of csrc/plan/cost.h and a launch, in microseconds."""
+    """The time in `decode_splits` of csrc/plan/cost.h and a launch, in microseconds."""
     few_rows = call.group <= FEW_ROWS
     size = call.batch * call.keys * call.kv_heads * 2 * HEAD_DIM * 2
     of_memory = x.of_l2 if size <= gpu.l2_share else x.of_memory

@@ -423,7 +423,7 @@ def test_dropout_bits_are_pythons(native: ModuleType) -> None:
         assert native.is_kept(seed, offset, head, threshold, row, col) == expected
 
 
-# --- plan/variants.h, the head dims of plan/tuning.h ---
+# --- The variants of plan/call.h, the head dims of plan/tuning.h ---
 
 
 def test_variants_are_pythons(native: ModuleType) -> None:

@@ -93,11 +93,11 @@ def test_todays_constants_are_those_of_csrc() -> None:
     assert TUNING.count("_costs = {.alike") == sum(len(x.tiles) - 1 for x in ROWS.values()) - 1
     x = TODAY
     for text in (
+        f"kManyRows ? {x.alone_many_rows} : {x.alone_few_rows};",
         f"l2_share ? {x.of_l2} : {x.of_memory};", f": {x.wave} + ceil_div(keys, 128 * splits)",
         f"decode_clusters(splits) == 1 ? {x.in_cluster} : {x.of_clusters};",
     ):  # fmt: skip
         assert text in COST, text
-    assert f"kManyRows ? {x.alone_many_rows} : {x.alone_few_rows};" in TUNING
     enumerators = re.search(r"enum class Fa3ForwardTile \{ ([\w, ]+) ", TUNING)
     assert enumerators is not None
     names = [re.sub("(?<!^)([A-Z])", r"_\1", x[1:]).lower() for x in enumerators[1].split(", ")]

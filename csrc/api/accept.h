@@ -14,14 +14,13 @@
 #include <stdexcept>
 #include <string>
 #include <tuple>
-#include <utility>
 #include <vector>
 
 #include "api/attention.h"
 #include "api/boxing.h"
+#include "plan/call.h"
 #include "plan/text.h"
 #include "plan/tuning.h"
-#include "plan/variants.h"
 #include "problem/params.h"
 
 namespace flash_ext {
@@ -84,6 +83,10 @@ struct Sizes {
     int64_t tensor_batches() const { return varlen ? 1 : batch; }
 };
 
+inline bool has_16_bits(ScalarType dtype) {
+    return dtype == ScalarType::Half || dtype == ScalarType::BFloat16;
+}
+
 inline bool is_here(const Device& device) {
     return device.type() == torch::headeronly::DeviceType::FLASH_EXT_DEVICE;
 }
@@ -98,10 +101,16 @@ inline bool has_contiguous_rows(const Tensor& x) {
     return x.numel() == 0 || x.size(last) <= 1 || x.stride(last) == 1;
 }
 
+// Is x of this device, dtype and shape, with contiguous rows?
+inline bool is_of(const Tensor& x, const Device& device, ScalarType dtype,
+                  const std::vector<int64_t>& shape) {
+    return x.scalar_type() == dtype && x.device() == device && has_shape(x, shape) &&
+           has_contiguous_rows(x);
+}
+// The same, with all of x contiguous.
 inline bool is_plain(const Tensor& x, const Device& device, ScalarType dtype,
                      const std::vector<int64_t>& shape) {
-    return x.scalar_type() == dtype && has_shape(x, shape) && x.device() == device &&
-           x.is_contiguous();
+    return is_of(x, device, dtype, shape) && x.is_contiguous();
 }
 inline bool is_plain_or_none(const std::optional<Tensor>& x, const Device& device, ScalarType dtype,
                              const std::vector<int64_t>& shape) {
@@ -174,15 +183,12 @@ inline bool accepts_options(ScalarType dtype, const Sizes& sizes, const Options&
     const double max_scale = max_factor * (softcap > 0 ? std::min(softcap, 1.0) : 1.0);
     if (options.scale && !(std::abs(*options.scale) < max_scale)) return false;
     if (options.window_left < -1 || options.window_right < -1) return false;
-    if (const auto& slopes = options.alibi_slopes) {
-        const std::vector<int64_t> shape = {sizes.batch, sizes.heads_q};
-        if (slopes->scalar_type() != ScalarType::Float || slopes->device() != device ||
-            !(has_shape(*slopes, {sizes.heads_q}) || has_shape(*slopes, shape)) ||
-            !has_contiguous_rows(*slopes))
-            return false;
-    }
-    if (options.bias && !accepts_bias(*options.bias, sizes, dtype, device)) return false;
-    return accepts_8_bit_options(dtype, sizes, options, device) &&
+    const auto& slopes = options.alibi_slopes;
+    if (slopes && !is_of(*slopes, device, ScalarType::Float, {sizes.heads_q}) &&
+        !is_of(*slopes, device, ScalarType::Float, {sizes.batch, sizes.heads_q}))
+        return false;
+    return (!options.bias || accepts_bias(*options.bias, sizes, dtype, device)) &&
+           accepts_8_bit_options(dtype, sizes, options, device) &&
            is_plain_or_none(options.sink, device, ScalarType::Float, {sizes.heads_q}) &&
            is_plain_or_none(options.seqused_k, device, ScalarType::Int, {sizes.batch}) &&
            options.dropout_p >= 0 && options.dropout_p < 1 &&
@@ -211,15 +217,11 @@ inline std::optional<Sizes> accept_forward(const Tensor& q, const Tensor& k, con
     const ScalarType dtype_v = dtype == ScalarType::Char ? ScalarType::Float8_e4m3fn : dtype;
     const Device device = q.device();
     const int64_t dims = cu_q ? 3 : 4;
-    if ((options.variant != "auto" && !variant_of(options)) || cu_q.has_value() != cu_k.has_value())
+    if ((options.variant != "auto" && !variant_of(options)) || !is_here(device) ||
+        (!has_16_bits(dtype) && !has_8_bits(dtype)))
         return std::nullopt;
-    if (dtype != ScalarType::Half && dtype != ScalarType::BFloat16 && !has_8_bits(dtype))
+    if (q.dim() != dims || k.dim() != dims || v.dim() != dims || !has_contiguous_rows(q))
         return std::nullopt;
-    if (!is_here(device) || k.scalar_type() != dtype || v.scalar_type() != dtype_v)
-        return std::nullopt;
-    for (const Tensor* x : {&q, &k, &v})
-        if (x->dim() != dims || x->device() != device || !has_contiguous_rows(*x))
-            return std::nullopt;
 
     const Sizes sizes{.varlen = cu_q.has_value(),
                       .batch = cu_q ? std::max<int64_t>(cu_q->numel() - 1, 0) : q.size(0),
@@ -231,32 +233,28 @@ inline std::optional<Sizes> accept_forward(const Tensor& q, const Tensor& k, con
                       .head_dim_v = v.size(dims - 1)};
     for (const int64_t dim : {sizes.head_dim, sizes.head_dim_v})
         if (dim < 1 || dim > tuning::kMaxHeadDim) return std::nullopt;
-    if (!has_shape(k, sizes.rows(sizes.seqlen_k, sizes.heads_k, sizes.head_dim)) ||
-        !has_shape(v, sizes.rows(sizes.seqlen_k, sizes.heads_k, sizes.head_dim_v)) ||
-        sizes.heads_k == 0 || sizes.heads_q % sizes.heads_k != 0)
-        return std::nullopt;
-    const bool accepted = is_plain_or_none(cu_q, device, ScalarType::Int, {sizes.batch + 1}) &&
-                          is_plain_or_none(cu_k, device, ScalarType::Int, {sizes.batch + 1}) &&
-                          accepts_sizes(sizes) && accepts_options(dtype, sizes, options, device);
+    const bool accepted =
+        is_of(k, device, dtype, sizes.rows(sizes.seqlen_k, sizes.heads_k, sizes.head_dim)) &&
+        is_of(v, device, dtype_v, sizes.rows(sizes.seqlen_k, sizes.heads_k, sizes.head_dim_v)) &&
+        sizes.heads_k > 0 && sizes.heads_q % sizes.heads_k == 0 &&
+        cu_q.has_value() == cu_k.has_value() &&
+        is_plain_or_none(cu_q, device, ScalarType::Int, {sizes.batch + 1}) &&
+        is_plain_or_none(cu_k, device, ScalarType::Int, {sizes.batch + 1}) &&
+        accepts_sizes(sizes) && accepts_options(dtype, sizes, options, device);
     return accepted ? std::optional(sizes) : std::nullopt;
 }
 
 // The same for a backward pass.
-inline std::optional<Sizes> accept_backward(const Tensor& dout, const std::optional<Tensor>& dlse,
-                                            const Tensor& q, const Tensor& k, const Tensor& v,
-                                            const Tensor& out, const Tensor& lse,
-                                            const Options& options) {
-    const std::optional<Sizes> sizes = accept_forward(q, k, v, options);
-    const ScalarType dtype = q.scalar_type();
+inline std::optional<Sizes> accept_backward(const BackwardTensors& x, const Options& options) {
+    const std::optional<Sizes> sizes = accept_forward(x.q, x.k, x.v, options);
+    const ScalarType dtype = x.q.scalar_type();
     if (!sizes || has_8_bits(dtype)) return std::nullopt;
+    const Device device = x.q.device();
     const auto shape = sizes->rows(sizes->seqlen_q, sizes->heads_q, sizes->head_dim_v);
-    for (const Tensor* x : {&dout, &out})
-        if (!has_shape(*x, shape) || x->scalar_type() != dtype || x->device() != q.device() ||
-            !has_contiguous_rows(*x))
-            return std::nullopt;
-    const bool accepted =
-        is_plain(lse, q.device(), ScalarType::Float, sizes->statistics()) &&
-        is_plain_or_none(dlse, q.device(), ScalarType::Float, sizes->statistics());
+    const bool accepted = is_of(x.dout, device, dtype, shape) &&
+                          is_of(x.out, device, dtype, shape) &&
+                          is_plain(x.lse, device, ScalarType::Float, sizes->statistics()) &&
+                          is_plain_or_none(x.dlse, device, ScalarType::Float, sizes->statistics());
     return accepted ? sizes : std::nullopt;
 }
 

@@ -148,7 +148,9 @@ Tensor make_readable(Bias& bias, const Options& options) {
 Variant forward_variant(AttentionParams params, std::span<const Operand> operands, const Tensor& q,
                         const Options& options) {
     params.aligned = std::ranges::all_of(operands, &Operand::is_aligned);
-    const Choice choice = choose_forward({device_of(q), params, operands}, variant_of(options));
+    const std::optional<Variant> wanted = variant_of(options);
+    const Choice choice = choose({device_of(q), params, operands}, Pass::kForward,
+                                 wanted.value_or(kFastestVariant), /*may_stand_in=*/!wanted);
     if (!choice.variant) fail(choice.why);
     return *choice.variant;
 }
@@ -187,24 +189,6 @@ Tensor empty_strided(const Tensor& x, const std::vector<int64_t>& sizes,
     return Tensor(handle);
 }
 
-Tensor empty(const Tensor& x, const std::vector<int64_t>& shape, ScalarType dtype) {
-    std::vector<int64_t> strides(shape.size());
-    int64_t stride = 1;
-    for (size_t i = shape.size(); i-- > 0;) {
-        strides[i] = stride;
-        stride *= std::max<int64_t>(shape[i], 1);
-    }
-    return empty_strided(x, shape, strides, dtype);
-}
-
-Tensor with_contiguous_rows(const Tensor& x) { return x.stride(x.dim() - 1) == 1 ? x : copy_of(x); }
-
-Tensor copy_of(const Tensor& x) {
-    Tensor copy = empty(x, {x.sizes().begin(), x.sizes().end()}, x.scalar_type());
-    torch::stable::copy_(copy, x);
-    return copy;
-}
-
 std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, const Tensor& v,
                                              const Options& options, const Tensor& into) {
     const Sizes sizes = check_forward(q, k, v, options);
@@ -229,20 +213,19 @@ std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, c
     return {out, lse};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
-    const Tensor& dout, const std::optional<Tensor>& dlse, const Tensor& q, const Tensor& k,
-    const Tensor& v, const Tensor& out, const Tensor& lse, const Options& options, bool need_dbias,
-    const std::tuple<Tensor, Tensor, Tensor>& into) {
-    const std::optional<Sizes> sizes = accept_backward(dout, dlse, q, k, v, out, lse, options);
-    if (!sizes) refuse("bwd", dout, dlse, q, k, v, out, lse, options);
+AllGradients attention_backward(const BackwardTensors& x, const Options& options, bool need_dbias,
+                                const Gradients& into) {
+    const Tensor &q = x.q, &k = x.k, &v = x.v;
+    const std::optional<Sizes> sizes = accept_backward(x, options);
+    if (!sizes) refuse("bwd", x, options);
     check_architecture(q);
     const Operand operands[] = {operand("q", q), operand("k", k), operand("v", v),
-                                operand("out", out), operand("dout", dout)};
+                                operand("out", x.out), operand("dout", x.dout)};
     BackwardPlan plan{};
     BackwardParams& params = plan.params;
     fill_params(params, *sizes, operands, q, options, 0x1p15f);  // P is up to 1
     const Variant forward = forward_variant(params, std::span(operands).first(3), q, options);
-    const Choice choice = choose_backward({device_of(q), params, operands}, forward);
+    const Choice choice = choose({device_of(q), params, operands}, Pass::kBackward, forward, true);
     if (!choice.variant) fail(choice.why);
     plan.variant = *choice.variant;
     const cudaStream_t stream = current_stream(q);
@@ -254,28 +237,23 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     params.deterministic = options.deterministic && q.numel() > 0;  // otherwise nothing is added
 
     const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
-    const auto empty_as = [&](const Tensor& x) {
-        return empty(q, {x.sizes().begin(), x.sizes().end()}, x.scalar_type());
-    };
     auto [dq, dk, dv] = into;
-    if (!dq.defined()) {
-        dq = empty_as(q);
-        dk = empty_as(k);
-        dv = empty_as(v);
-    }
+    if (!dq.defined())
+        std::tie(dq, dk, dv) =
+            std::tuple(contiguous_like(q), contiguous_like(k), contiguous_like(v));
     Tensor dbias, dsink;
     if (need_dbias && options.bias && options.bias->scalar_type() != ScalarType::Bool) {
-        dbias = empty_as(*options.bias);
+        dbias = contiguous_like(*options.bias);
         params.dbias = dbias.data_ptr();
     }
     if (options.sink) {
-        dsink = empty_as(*options.sink);
+        dsink = contiguous_like(*options.sink);
         params.dsink = static_cast<float*>(dsink.data_ptr());
     }
     params.out = operands[3].view();
     params.dout = operands[4].view();
-    params.lse = static_cast<const float*>(lse.data_ptr());
-    params.dlse = data_of<float>(dlse);
+    params.lse = static_cast<const float*>(x.lse.data_ptr());
+    params.dlse = data_of<float>(x.dlse);
     params.dq = view(dq);
     params.dk = view(dk);
     params.dv = view(dv);
@@ -290,7 +268,8 @@ std::tuple<int64_t, int64_t, std::string> attention_check(const Tensor& q, const
     AttentionParams params{};
     fill_params(params, sizes, operands, q, options, 1.f);
     const Variant variant = forward_variant(params, operands, q, options);
-    const Choice backward = choose_backward({device_of(q), params, operands}, variant);
+    const Choice backward =
+        choose({device_of(q), params, operands}, Pass::kBackward, variant, true);
     return {static_cast<int64_t>(variant),
             backward.variant ? static_cast<int64_t>(*backward.variant) : -1, backward.why};
 }
@@ -306,15 +285,9 @@ std::tuple<Tensor, Tensor> fwd(const Tensor& q, const Tensor& k, const Tensor& v
     return attention_forward(q, k, v, options);
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> bwd(const Tensor& dout,
-                                                       const std::optional<Tensor>& dlse,
-                                                       const Tensor& q, const Tensor& k,
-                                                       const Tensor& v, const Tensor& out,
-                                                       const Tensor& lse, const Options& options,
-                                                       bool need_dbias) {
-    const auto [dq, dk, dv, dbias, dsink] =
-        attention_backward(dout, dlse, q, k, v, out, lse, options, need_dbias);
-    return {dq, dk, dv, or_empty(dbias, q), or_empty(dsink, q)};
+AllGradients bwd(const BackwardTensors& x, const Options& options, bool need_dbias) {
+    const auto [dq, dk, dv, dbias, dsink] = attention_backward(x, options, need_dbias);
+    return {dq, dk, dv, or_empty(dbias, x.q), or_empty(dsink, x.q)};
 }
 
 // May a result like `like`, but for the last size, be written into this tensor?
@@ -322,9 +295,7 @@ bool accepts_into(const Tensor& into, const Tensor& like, const Tensor& last) {
     if (like.dim() < 3 || like.dim() > 4 || last.dim() == 0) return true;  // refused by itself
     std::vector<int64_t> shape(like.sizes().begin(), like.sizes().end());
     shape.back() = last.size(last.dim() - 1);
-    if (!has_shape(into, shape) || into.scalar_type() != like.scalar_type() ||
-        into.device() != like.device() || !has_contiguous_rows(into))
-        return false;
+    if (!is_of(into, like.device(), like.scalar_type(), shape)) return false;
     if (into.numel() == 0) return true;
     bool fits = operand("", into).is_aligned();  // as the kernels' widest stores want it
     for (int64_t dim = 0; dim + 1 < into.dim(); ++dim)
@@ -346,15 +317,13 @@ Tensor fwd_into(const Tensor& out, const Tensor& q, const Tensor& k, const Tenso
 }
 
 // bwd into dq, dk and dv. Returns dsink, or a tensor of shape (0).
-Tensor bwd_into(const Tensor& dq, const Tensor& dk, const Tensor& dv, const Tensor& dout,
-                const std::optional<Tensor>& dlse, const Tensor& q, const Tensor& k,
-                const Tensor& v, const Tensor& out, const Tensor& lse, const Options& options) {
-    if (!is_plain_call(q, options) || !accepts_into(dq, q, q) || !accepts_into(dk, k, k) ||
-        !accepts_into(dv, v, v))
-        refuse("bwd_into", dq, dk, dv, dout, dlse, q, k, v, out, lse, options);
-    const auto gradients = attention_backward(dout, dlse, q, k, v, out, lse, options,
-                                              /*need_dbias=*/false, {dq, dk, dv});
-    return or_empty(std::get<4>(gradients), q);
+Tensor bwd_into(const Tensor& dq, const Tensor& dk, const Tensor& dv, const BackwardTensors& x,
+                const Options& options) {
+    if (!is_plain_call(x.q, options) || !accepts_into(dq, x.q, x.q) ||
+        !accepts_into(dk, x.k, x.k) || !accepts_into(dv, x.v, x.v))
+        refuse("bwd_into", dq, dk, dv, x, options);
+    const auto gradients = attention_backward(x, options, /*need_dbias=*/false, {dq, dk, dv});
+    return or_empty(std::get<4>(gradients), x.q);
 }
 
 }  // namespace

@@ -1,9 +1,11 @@
 // The ops of attention, without their registration. See flash_ext/ops/ for their contract.
 #pragma once
 
+#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <algorithm>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -51,6 +53,19 @@ struct Options {
     }
 };
 
+// The tensors of a backward pass, in the order of the schema.
+struct BackwardTensors {
+    Tensor dout;
+    std::optional<Tensor> dlse;
+    Tensor q, k, v, out, lse;
+
+    auto fields() { return std::tie(dout, dlse, q, k, v, out, lse); }
+};
+
+using Gradients = std::tuple<Tensor, Tensor, Tensor>;  // dq, dk, dv
+// And dbias and dsink, which are undefined where there are none.
+using AllGradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+
 // Throws what Python sees as torch.OutOfMemoryError, which the stable ABI cannot throw.
 [[noreturn]] void throw_out_of_memory(const std::string& message);
 
@@ -67,26 +82,41 @@ Tensor empty_strided(const Tensor& x, const std::vector<int64_t>& sizes,
                      const std::vector<int64_t>& strides, torch::headeronly::ScalarType dtype);
 
 // The same, contiguous.
-Tensor empty(const Tensor& x, const std::vector<int64_t>& shape,
-             torch::headeronly::ScalarType dtype);
+inline Tensor empty(const Tensor& x, const std::vector<int64_t>& shape,
+                    torch::headeronly::ScalarType dtype) {
+    std::vector<int64_t> strides(shape.size());
+    int64_t stride = 1;
+    for (size_t i = shape.size(); i-- > 0;) {
+        strides[i] = stride;
+        stride *= std::max<int64_t>(shape[i], 1);
+    }
+    return empty_strided(x, shape, strides, dtype);
+}
+
+// The same, of x's shape and dtype.
+inline Tensor contiguous_like(const Tensor& x) {
+    return empty(x, {x.sizes().begin(), x.sizes().end()}, x.scalar_type());
+}
 
 // A contiguous copy. Does not use torch's own op, whose error would not be torch.OutOfMemoryError.
-Tensor copy_of(const Tensor& x);
+inline Tensor copy_of(const Tensor& x) {
+    Tensor copy = contiguous_like(x);
+    return torch::stable::copy_(copy, x);
+}
 
 // A gradient as the kernels read it: itself, or a copy.
-Tensor with_contiguous_rows(const Tensor& x);
+inline Tensor with_contiguous_rows(const Tensor& x) {
+    return x.stride(x.dim() - 1) == 1 ? x : copy_of(x);
+}
 
 // out and lse. Where `into` is defined it is used as out. It is aligned as torch allocates memory,
 // and its rows are contiguous.
 std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, const Tensor& v,
                                              const Options& options, const Tensor& into = Tensor());
 
-// dq, dk, dv, and dbias and dsink, which are undefined where there are none. `into`: as above, for
-// the first three.
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
-    const Tensor& dout, const std::optional<Tensor>& dlse, const Tensor& q, const Tensor& k,
-    const Tensor& v, const Tensor& out, const Tensor& lse, const Options& options, bool need_dbias,
-    const std::tuple<Tensor, Tensor, Tensor>& into = {});
+// `into`: as above.
+AllGradients attention_backward(const BackwardTensors& x, const Options& options, bool need_dbias,
+                                const Gradients& into = {});
 
 // Two indices in kVariantNames: of the variant that attention_forward would run (or its error), and
 // of the variant whose kernels would compute the gradients, with the reason where they differ. The

@@ -6,17 +6,16 @@
 // The op has no arguments for most options. `node_options_CUDA` stores those of the next call on
 // the same thread, which refers to them by its dropout_p. The forward kernel gives them to the node
 // as outputs that have no other use, and the node gives them to the backward kernel.
-#include <torch/csrc/stable/ops.h>
-
 #include <algorithm>
 #include <bit>
 #include <exception>
 #include <stdexcept>
+#include <utility>
 #include <vector>
 
+#include "api/accept.h"
 #include "api/attention.h"
 #include "api/boxing.h"
-#include "plan/variants.h"
 
 namespace flash_ext {
 namespace {
@@ -34,14 +33,6 @@ double node_options(const Options& options) {
     return calls;
 }
 
-Options announced_options(double number) {
-    if (number != announced.number)
-        throw std::runtime_error("flash_ext: aten's overrideable attention has no dropout_p here");
-    Options options = std::move(announced.options);
-    announced = {};
-    return options;
-}
-
 // Options that are numbers, in one of the node's integers. 0 is the default of each.
 struct NodeBits {
     uint64_t window_left : 30;  // these three plus 1
@@ -57,12 +48,10 @@ int64_t pack(const Options& options) {
     const auto window = [](int64_t side) -> uint64_t {
         return std::min<int64_t>(side, (1 << 30) - 2) + 1;
     };
-    uint64_t variant = 0;
-    for (int i = 0; i < kVariants; ++i)
-        if (options.variant == kVariantNames[i]) variant = i + 1;
-    return std::bit_cast<int64_t>(NodeBits{window(options.window_left),
-                                           window(options.window_right), variant,
-                                           options.deterministic, 0});
+    const std::optional<Variant> variant = variant_of(options);
+    return std::bit_cast<int64_t>(
+        NodeBits{window(options.window_left), window(options.window_right),
+                 variant ? static_cast<uint64_t>(*variant) + 1 : 0, options.deterministic, 0});
 }
 
 void unpack(int64_t integers, Options& options) {
@@ -73,28 +62,32 @@ void unpack(int64_t integers, Options& options) {
     options.deterministic = bits.deterministic;
 }
 
-Tensor or_undefined(const std::optional<Tensor>& tensor) { return tensor ? *tensor : Tensor(); }
-
 std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, int64_t, Tensor, Tensor, Tensor> node_fwd(
     const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& bias,
     double number, bool causal, bool /*return_debug_mask*/, std::optional<double> scale) {
     if (has_8_bits(q.scalar_type()))
         throw std::runtime_error("flash_ext: no variant has a backward for 8-bit inputs");
     Options options;
-    if (number != 0) options = announced_options(number);
+    if (number != 0) {
+        if (number != announced.number)
+            throw std::runtime_error(
+                "flash_ext: aten's overrideable attention has no dropout_p here");
+        options = std::exchange(announced, {}).options;
+    }
     options.scale = scale;
     options.causal = causal;
     options.bias = bias;
     const auto [out, lse] = attention_forward(q, k, v, options);
+    const Tensor none;  // undefined: the node does not save it
     return {out,
             lse,
-            or_undefined(options.cu_seqlens_q),  // the node saves nothing for an undefined tensor
-            or_undefined(options.cu_seqlens_k),
+            options.cu_seqlens_q.value_or(none),
+            options.cu_seqlens_k.value_or(none),
             pack(options),
             std::bit_cast<int64_t>(options.softcap),
-            or_undefined(options.alibi_slopes),
-            or_undefined(options.seqused_k),
-            Tensor()};
+            options.alibi_slopes.value_or(none),
+            options.seqused_k.value_or(none),
+            none};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> node_bwd(
@@ -113,7 +106,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> node_bwd(
                     .seqused_k = if_defined(seqused_k)};
     unpack(integers, options);
     const auto [dq, dk, dv, dbias, dsink] =
-        attention_backward(with_contiguous_rows(dout), std::nullopt, q, k, v, out, lse, options,
+        attention_backward({with_contiguous_rows(dout), std::nullopt, q, k, v, out, lse}, options,
                            /*need_dbias=*/grad_input_mask[3]);
     return {dq, dk, dv, dbias};
 } catch (...) {

@@ -57,7 +57,7 @@ std::optional<QuantizeParams> accept_rows(const Tensor& x, const QuantizeOptions
     const Device device = x.device();
     const int64_t dims = varlen ? 3 : 4;
     if (x.dim() != dims || !is_here(device) || !has_contiguous_rows(x) ||
-        (x.scalar_type() != ScalarType::Half && x.scalar_type() != ScalarType::BFloat16))
+        !has_16_bits(x.scalar_type()))
         return std::nullopt;
     const int64_t rows = x.size(dims - 3), heads = x.size(dims - 2), head_dim = x.size(dims - 1);
     if (head_dim < 16 || head_dim > tuning::kMaxHeadDim || head_dim % 16 != 0 || heads == 0 ||

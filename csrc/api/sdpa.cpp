@@ -9,7 +9,6 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <exception>
 #include <memory>
@@ -38,10 +37,6 @@ using torch::stable::detail::from;
 using torch::stable::detail::StableLibrary;
 using torch::stable::detail::unbox_to_tuple;
 
-bool deterministic() {
-    return at::globalContext == nullptr || at::globalContext().deterministicAlgorithms();
-}
-
 // What torch's kernel of the op returns, except the integers.
 template <class... Tensors, class... Arguments>
 std::tuple<Tensors...> call_original(const char* op, const Arguments&... arguments) {
@@ -65,104 +60,126 @@ struct OrOriginal<kKernel, kOriginal> {
 
 // --- Layouts ---
 
-Tensor view(const Tensor& x, const std::vector<int64_t>& sizes,
-            const std::vector<int64_t>& strides) {
+// How an op's tensors become (B, S, H, D) or (total, H, D).
+using Layout = Tensor(const Tensor&);
+
+Tensor as_it_is(const Tensor& x) { return x; }
+
+// (B, H, S, D) as (B, S, H, D), and back. What has other dimensions is not run.
+Tensor transposed(const Tensor& x) {
+    if (x.dim() != 4) return x;
+    const int64_t sizes[] = {x.size(0), x.size(2), x.size(1), x.size(3)};
+    const int64_t strides[] = {x.stride(0), x.stride(2), x.stride(1), x.stride(3)};
     AtenTensorHandle handle = nullptr;
-    TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(
-        x.get(), static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
-        /*offset_increment=*/0, &handle));
+    TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(x.get(), 4, sizes, strides,
+                                                          /*offset_increment=*/0, &handle));
     return Tensor(handle);
 }
 
-// (B, H, S, D) as (B, S, H, D), and back.
-Tensor transposed(const Tensor& x) {
-    return view(x, {x.size(0), x.size(2), x.size(1), x.size(3)},
-                {x.stride(0), x.stride(2), x.stride(1), x.stride(3)});
-}
-
-// The strides of empty_like(x): those of x where it is dense, otherwise the same order without
-// gaps. As at::infer_dense_strides, it ignores strides of 0 for the order.
-std::vector<int64_t> dense_strides(const Tensor& x) {
-    const int dims = static_cast<int>(x.dim());
-    std::vector<int> order(dims);  // innermost first
-    std::iota(order.rbegin(), order.rend(), 0);
-    const auto is_outside = [&](int a, int b) {  // of b: 1, -1, or 0 where it is undetermined
-        if (x.stride(a) == 0 || x.stride(b) == 0) return 0;
-        if (x.stride(a) != x.stride(b)) return x.stride(a) > x.stride(b) ? 1 : -1;
-        return x.size(a) > x.size(b) ? 1 : 0;
-    };
-    for (int i = 1; i < dims; ++i)
-        for (int here = i, before = i - 1; before >= 0; --before) {
-            const int comparison = is_outside(order[before], order[here]);
-            if (comparison < 0) break;
-            if (comparison == 0) continue;
-            std::swap(order[before], order[here]);
-            here = before;
-        }
-    std::vector<int64_t> strides(dims);
+// Is each element of the memory that x spans one of x? Then empty_like has the strides of x.
+bool is_dense(const Tensor& x) {
+    std::vector<int> order(x.dim());  // innermost first
+    std::iota(order.begin(), order.end(), 0);
+    std::ranges::sort(order, {}, [&](int dim) { return x.stride(dim); });
     int64_t stride = 1;
-    bool dense = true;
     for (const int dim : order) {
-        strides[dim] = stride;
-        dense = dense && (x.size(dim) == 1 || x.stride(dim) == stride);
+        if (x.size(dim) != 1 && x.stride(dim) != stride) return false;
         stride *= x.size(dim);
     }
-    if (dense)
-        for (int dim = 0; dim < dims; ++dim) strides[dim] = x.stride(dim);
-    return strides;
+    return true;
 }
 
+// empty_like(x). torch's own op takes longer: it only orders the dimensions of what has gaps.
 Tensor empty_as(const Tensor& x) {
-    return empty_strided(x, {x.sizes().begin(), x.sizes().end()}, dense_strides(x),
-                         x.scalar_type());
+    if (is_dense(x))
+        return empty_strided(x, {x.sizes().begin(), x.sizes().end()},
+                             {x.strides().begin(), x.strides().end()}, x.scalar_type());
+    constexpr auto kDefault = std::nullopt;
+    return std::get<0>(call_original<Tensor>("aten::empty_like", x, kDefault, kDefault, kDefault,
+                                             kDefault, kDefault));
 }
 
 // --- What flash_ext runs ---
 
 // Forward and backward: torch's backward could not continue this package's forward.
-bool passes_check(const Tensor& q, const Tensor& k, const Tensor& v) {
+bool passes_check(const Tensor& q, const Tensor& k, const Tensor& v, const Options& lengths) {
     try {
-        return std::get<1>(attention_check(q, k, v, {})) >= 0;
+        return std::get<1>(attention_check(q, k, v, lengths)) >= 0;
     } catch (const std::exception&) {
         return false;
     }
 }
 
-// Whether there are kernels for q (B, S, H, D). That there are some for a device, dtype and head
-// dim is remembered; that there are none may have other reasons, and is asked again.
-bool has_kernel(const Tensor& q, const Tensor& k, const Tensor& v) {
+// Whether there are kernels for the call. That there are some for a device, dtype and head dim is
+// remembered; that there are none may have other reasons, and is asked again.
+bool has_kernel(const Tensor& q, const Tensor& k, const Tensor& v, const Options& options) {
     constexpr int kDevices = 64, kDims = 257;
     static std::atomic<bool> known[kDevices][2][kDims];
     const int device = q.get_device_index() + 1;  // the CPU is -1
-    const int64_t dim = q.size(3);
+    const int64_t dim = q.size(q.dim() - 1);
     const ScalarType dtype = q.scalar_type();
     if (has_8_bits(dtype)) return false;  // out would have another dtype
-    const bool half = dtype == ScalarType::Half;
-    if (device >= kDevices || dim >= kDims || (!half && dtype != ScalarType::BFloat16))
-        return passes_check(q, k, v);
-    auto& found = known[device][half][dim];
-    if (!found && passes_check(q, k, v)) found = true;
+    const Options lengths{.cu_seqlens_q = options.cu_seqlens_q,
+                          .cu_seqlens_k = options.cu_seqlens_k};
+    if (device >= kDevices || dim >= kDims || !has_16_bits(dtype))
+        return passes_check(q, k, v, lengths);
+    auto& found = known[device][dtype == ScalarType::Half][dim];
+    if (!found && passes_check(q, k, v, lengths)) found = true;
     return found;
 }
 
 // For q (B, Sq, Hq, D), k and v (B, Sk, Hk, D), or varlen, (total, H, D). For calls that torch does
 // not run either, torch reports the error.
-bool runs(const Tensor& q, const Tensor& k, const Tensor& v, bool varlen) {
-    const int64_t dims = varlen ? 3 : 4;
-    for (const Tensor* x : {&q, &k, &v})
+bool runs(const Tensor& q, const Tensor& k, const Tensor& v, double dropout_p,
+          const Options& options) {
+    const auto& offsets = options.cu_seqlens_q;
+    const int64_t dims = offsets ? 3 : 4;
+    if (dropout_p != 0 || offsets.has_value() != options.cu_seqlens_k.has_value()) return false;
+    for (const Tensor* x : {&q, &k, &v}) {
         if (x->dim() != dims || x->numel() == 0 || x->stride(dims - 1) != 1 ||
-            x->scalar_type() != q.scalar_type() || dense_strides(*x).back() != 1)
+            x->scalar_type() != q.scalar_type())
             return false;
+        for (int dim = 0; dim < dims - 1; ++dim)  // empty_like would not have contiguous rows
+            if (x->size(dim) > 1 && x->stride(dim) == 1) return false;
+    }
     for (int dim = 0; dim < dims; ++dim)
         if (k.size(dim) != v.size(dim)) return false;
-    if (q.size(dims - 1) != k.size(dims - 1) || q.size(dims - 2) % k.size(dims - 2) != 0)
+    if (q.size(dims - 1) != k.size(dims - 1) || q.size(dims - 2) % k.size(dims - 2) != 0 ||
+        (offsets ? offsets->dim() != 1 : q.size(0) != k.size(0)))
         return false;
-    if (!varlen) return q.size(0) == k.size(0) && has_kernel(q, k, v);
-    const auto batched = [](const Tensor& x) {
-        return view(x, {1, x.size(0), x.size(1), x.size(2)},
-                    {0, x.stride(0), x.stride(1), x.stride(2)});
+    const int64_t batch = offsets ? offsets->size(0) - 1 : q.size(0);
+    const auto is_vector = [&](const std::optional<Tensor>& x, int64_t size) {
+        return !x || is_plain(*x, q.device(), ScalarType::Int, {size});
     };
-    return has_kernel(batched(q), batched(k), batched(v));
+    return is_vector(offsets, batch + 1) && is_vector(options.cu_seqlens_k, batch + 1) &&
+           is_vector(options.seqused_k, batch) && has_kernel(q, k, v, options);
+}
+
+// --- Both passes, of every op: nothing where torch's kernel must run ---
+
+// out and lse.
+std::optional<std::tuple<Tensor, Tensor>> run_forward(Layout layout, const Tensor& query,
+                                                      const Tensor& key, const Tensor& value,
+                                                      double dropout_p, const Options& options) {
+    const Tensor q = layout(query), k = layout(key), v = layout(value);
+    if (!runs(q, k, v, dropout_p, options)) return std::nullopt;
+    const Tensor out = empty_as(query);
+    return std::tuple(out, std::get<1>(attention_forward(q, k, v, options, layout(out))));
+}
+
+std::optional<Gradients> run_backward(Layout layout, const Tensor& grad_out, const Tensor& query,
+                                      const Tensor& key, const Tensor& value, const Tensor& out,
+                                      const Tensor& lse, double dropout_p, Options options) {
+    const Tensor q = layout(query), k = layout(key), v = layout(value);
+    if (!grad_out.defined() || !runs(q, k, v, dropout_p, options)) return std::nullopt;
+    options.deterministic =
+        at::globalContext == nullptr || at::globalContext().deterministicAlgorithms();
+    const Gradients into = {empty_as(query), empty_as(key), empty_as(value)};
+    const auto& [dq, dk, dv] = into;
+    attention_backward({layout(with_contiguous_rows(grad_out)), std::nullopt, q, k, v, layout(out),
+                        torch::stable::contiguous(lse)},
+                       options, /*need_dbias=*/false, {layout(dq), layout(dk), layout(dv)});
+    return into;
 }
 
 // --- The other results of the ops ---
@@ -176,39 +193,26 @@ std::tuple<Tensor, Tensor, Tensor> random_state(const Tensor& like) {
             empty_strided(like, {0}, {1}, like.scalar_type())};
 }
 
-using Gradients = std::tuple<Tensor, Tensor, Tensor>;
-
 // --- _scaled_dot_product_flash_attention, of (B, H, S, D) ---
 
 constexpr char kForward[] = "flash_ext::original_scaled_dot_product_flash_attention";
 constexpr char kBackward[] = "flash_ext::original_scaled_dot_product_flash_attention_backward";
 
-// q, k and v as the ops take them, or nothing where torch's kernel must run.
-std::optional<std::array<Tensor, 3>> sdpa_inputs(const Tensor& query, const Tensor& key,
-                                                 const Tensor& value, double dropout_p) {
-    if (dropout_p != 0) return std::nullopt;
-    for (const Tensor* x : {&query, &key, &value})
-        if (x->dim() != 4) return std::nullopt;
-    std::array<Tensor, 3> inputs = {transposed(query), transposed(key), transposed(value)};
-    if (!runs(inputs[0], inputs[1], inputs[2], /*varlen=*/false)) return std::nullopt;
-    return inputs;
-}
-
 std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, int64_t, Tensor, Tensor, Tensor> sdpa_forward(
     const Tensor& query, const Tensor& key, const Tensor& value, double dropout_p, bool is_causal,
     bool return_debug_mask, std::optional<double> scale) {
-    const auto inputs = sdpa_inputs(query, key, value, dropout_p);
-    if (return_debug_mask || !inputs) {
+    std::optional<std::tuple<Tensor, Tensor>> results;
+    if (!return_debug_mask)
+        results = run_forward(transposed, query, key, value, dropout_p,
+                              {.scale = scale, .causal = is_causal});
+    if (!results) {
         const auto [out, lse, cum_seq_q, cum_seq_k, state, unused, debug_mask] =
             call_original<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>(
                 kForward, query, key, value, dropout_p, is_causal, return_debug_mask, scale);
         return {out,         lse,   cum_seq_q, cum_seq_k, query.size(2),
                 key.size(2), state, unused,    debug_mask};
     }
-    const Tensor out = empty_as(query);
-    const auto& [q, k, v] = *inputs;
-    const auto lse = std::get<1>(
-        attention_forward(q, k, v, {.scale = scale, .causal = is_causal}, transposed(out)));
+    const auto& [out, lse] = *results;
     const auto [state, unused, debug_mask] = random_state(query);
     const Tensor none;
     return {out, lse, none, none, query.size(2), key.size(2), state, unused, debug_mask};
@@ -219,16 +223,8 @@ std::optional<Gradients> sdpa_backward(
     const Tensor& out, const Tensor& lse, const Tensor& /*cum_seq_q*/, const Tensor& /*cum_seq_k*/,
     int64_t /*max_q*/, int64_t /*max_k*/, double dropout_p, bool is_causal,
     const Tensor& /*philox_seed*/, const Tensor& /*philox_offset*/, std::optional<double> scale) {
-    const auto inputs = sdpa_inputs(query, key, value, dropout_p);
-    if (!grad_out.defined() || !inputs) return std::nullopt;
-    const Gradients into = {empty_as(query), empty_as(key), empty_as(value)};
-    const auto& [dq, dk, dv] = into;
-    const auto& [q, k, v] = *inputs;
-    attention_backward(transposed(with_contiguous_rows(grad_out)), std::nullopt, q, k, v,
-                       transposed(out), torch::stable::contiguous(lse),
-                       {.scale = scale, .causal = is_causal, .deterministic = deterministic()},
-                       /*need_dbias=*/false, {transposed(dq), transposed(dk), transposed(dv)});
-    return into;
+    return run_backward(transposed, grad_out, query, key, value, out, lse, dropout_p,
+                        {.scale = scale, .causal = is_causal});
 }
 
 // --- _flash_attention_forward, of (B, S, H, D) or (total, H, D) ---
@@ -251,19 +247,6 @@ Options flash_options(const std::optional<Tensor>& cum_seq_q,
             .cu_seqlens_k = cum_seq_k};
 }
 
-bool flash_runs(const Tensor& query, const Tensor& key, const Tensor& value, double dropout_p,
-                const Options& options) {
-    const auto& offsets = options.cu_seqlens_q;
-    if (dropout_p != 0 || offsets.has_value() != options.cu_seqlens_k.has_value()) return false;
-    if (query.dim() == 0 || (offsets && offsets->dim() != 1)) return false;
-    const int64_t batch = offsets ? offsets->size(0) - 1 : query.size(0);
-    const auto is_vector = [&](const std::optional<Tensor>& x, int64_t size) {
-        return is_plain_or_none(x, query.device(), ScalarType::Int, {size});
-    };
-    return is_vector(offsets, batch + 1) && is_vector(options.cu_seqlens_k, batch + 1) &&
-           is_vector(options.seqused_k, batch) && runs(query, key, value, offsets.has_value());
-}
-
 // Since torch 2.13 the op has block_table and num_splits too. num_splits asks that a sequence's
 // result does not depend on the others, which it never does here.
 bool is_paged() { return false; }
@@ -282,11 +265,10 @@ std::optional<std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>> flash_forward(
     Options options =
         flash_options(cum_seq_q, cum_seq_k, is_causal, scale, window_left, window_right);
     options.seqused_k = seqused_k;
-    if (return_debug_mask || alibi_slopes || is_paged(more...) ||
-        !flash_runs(query, key, value, dropout_p, options))
-        return std::nullopt;
-    return std::tuple_cat(attention_forward(query, key, value, options, empty_as(query)),
-                          random_state(query));
+    if (return_debug_mask || alibi_slopes || is_paged(more...)) return std::nullopt;
+    const auto results = run_forward(as_it_is, query, key, value, dropout_p, options);
+    if (!results) return std::nullopt;
+    return std::tuple_cat(*results, random_state(query));
 }
 
 constexpr auto flash_forward_with_pages =
@@ -320,16 +302,9 @@ std::optional<Gradients> flash_backward(
     int64_t /*max_q*/, int64_t /*max_k*/, double dropout_p, bool is_causal,
     const Tensor& /*rng_state*/, const Tensor& /*unused*/, std::optional<double> scale,
     std::optional<int64_t> window_left, std::optional<int64_t> window_right) {
-    Options options = flash_options(if_defined(cum_seq_q), if_defined(cum_seq_k), is_causal, scale,
-                                    window_left, window_right);
-    options.deterministic = deterministic();
-    if (!grad_out.defined() || !flash_runs(query, key, value, dropout_p, options))
-        return std::nullopt;
-    const Gradients into = {empty_as(query), empty_as(key), empty_as(value)};
-    const auto& [dq, dk, dv] = into;
-    attention_backward(with_contiguous_rows(grad_out), std::nullopt, query, key, value, out,
-                       torch::stable::contiguous(lse), options, /*need_dbias=*/false, {dq, dk, dv});
-    return into;
+    return run_backward(as_it_is, grad_out, query, key, value, out, lse, dropout_p,
+                        flash_options(if_defined(cum_seq_q), if_defined(cum_seq_k), is_causal,
+                                      scale, window_left, window_right));
 }
 
 // Replaces torch's kernels by those above, or restores torch's. `with_out`: torch has the op that

@@ -27,20 +27,12 @@ bool of_eight_columns(const Tensor& x) { return x.size(3) % 8 == 0 && operand(""
 // (B, rows, H, D) like out (B, S, H, D), of any type that kernels read.
 bool accepts_rows(const Tensor& x, const Tensor& out) {
     const ScalarType dtype = x.scalar_type();
-    return (dtype == ScalarType::Half || dtype == ScalarType::BFloat16 ||
-            dtype == ScalarType::Float) &&
-           x.dim() == 4 && has_shape(x, {out.size(0), x.size(1), out.size(2), out.size(3)}) &&
-           x.device() == out.device() && has_contiguous_rows(x);
-}
-
-bool accepts_vector(const Tensor& x, const Tensor& out, ScalarType dtype,
-                    const std::vector<int64_t>& shape) {
-    return x.scalar_type() == dtype && has_shape(x, shape) && x.device() == out.device() &&
-           has_contiguous_rows(x);
+    return (has_16_bits(dtype) || dtype == ScalarType::Float) && x.dim() == 4 &&
+           is_of(x, out.device(), dtype, {out.size(0), x.size(1), out.size(2), out.size(3)});
 }
 
 bool accepts_lse(const Tensor& lse, const Tensor& out, int64_t rows) {
-    return accepts_vector(lse, out, ScalarType::Float, {out.size(0), out.size(2), rows});
+    return is_of(lse, out.device(), ScalarType::Float, {out.size(0), out.size(2), rows});
 }
 
 bool accepts_out(const Tensor& out) {
@@ -88,7 +80,7 @@ void launch(const SumRowsParams& params, const Tensor& out) {
 void add_rows(const Tensor& out, const std::vector<Tensor>& parts,
               const std::vector<int64_t>& firsts, const std::optional<Tensor>& index) {
     if (!accepts_parts(out, parts, firsts) ||
-        (index && !accepts_vector(*index, out, ScalarType::Int, {out.size(1)})))
+        (index && !is_of(*index, out.device(), ScalarType::Int, {out.size(1)})))
         refuse("sum_rows", out, parts, firsts, index);
     SumRowsParams params = params_of(out);
     for (size_t i = 0; i < parts.size(); ++i) add_part(params, parts[i], firsts[i]);

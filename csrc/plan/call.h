@@ -1,4 +1,6 @@
 // A call, as far as the choice of its kernels depends on it: known before anything is allocated.
+// And the list of variants among which it chooses, which dispatch in csrc follows, and (through
+// tests/native) the tests.
 #pragma once
 
 #include <cstdint>
@@ -10,6 +12,14 @@
 
 namespace flash_ext {
 
+// Algorithms, in the order of flash_ext.VARIANTS.
+enum class Variant { kFa1, kFa2, kFa3 };
+inline constexpr const char* kVariantNames[] = {"fa1", "fa2", "fa3"};
+inline constexpr int kVariants = 3;
+inline constexpr Variant kFastestVariant = Variant::kFa3;
+
+constexpr const char* name_of(Variant variant) { return kVariantNames[static_cast<int>(variant)]; }
+
 // A tensor whose rows kernels read or write: (B, S, H, D), with varlen (1, total, H, D).
 struct Operand {
     const char* name;  // of the argument
@@ -18,9 +28,6 @@ struct Operand {
     int64_t strides[4];
     int element_bytes = 2;
 
-    bool is_empty() const {
-        return sizes[0] == 0 || sizes[1] == 0 || sizes[2] == 0 || sizes[3] == 0;
-    }
     // Do all rows start on 16-byte boundaries and end on them?
     bool is_aligned() const {
         const int64_t elements = 16 / element_bytes;

@@ -9,8 +9,8 @@
 #include <cstdint>
 
 #include "plan/device.h"
-#include "plan/ds_workspace.cuh"
 #include "plan/tuning.h"
+#include "plan/workspace_rows.cuh"
 #include "problem/mask.cuh"
 #include "problem/params.h"
 #include "problem/sequences.cuh"
@@ -265,32 +265,29 @@ inline int sms_of_clusters(int splits, const GpuModel& gpu) {
     return splits <= 2 ? gpu.sms : gpu.cluster_sms;
 }
 
-// The time of decode.cuh with so many splits of each of `tiles`. Where every SM has a CTA, memory
-// is the limit, or L2. Several clusters combine their results through global memory. Fitted to the
-// table in docs/notes/019-one-sequence.md.
-inline double decoding_time(const AttentionParams& params, const MaskSummary& mask, int64_t tiles,
-                            int splits, double alone, int ctas_per_sm, const GpuModel& gpu) {
+// The splits of each of `tiles` in decode.cuh: a cluster, or several full ones, which combine their
+// results through global memory. Where every SM has a CTA, memory is the limit, or L2. Fitted to
+// the table in docs/notes/019-one-sequence.md.
+inline int decode_splits(const AttentionParams& params, const MaskSummary& mask, int64_t tiles,
+                         tuning::Fa3DecodeTile tile, int ctas_per_sm, const GpuModel& gpu) {
     const int keys = mask.keys_seen;
     const int64_t bytes =
         int64_t{params.batch} * keys * params.heads_k * row_pair_bytes(params, head_dims(params));
+    // What 128 keys take in a CTA that nothing but itself limits, and if memory or L2 is the limit.
+    const double alone = tile == tuning::Fa3DecodeTile::kManyRows ? 0.6 : 0.36;
     const double of_memory = bytes <= gpu.l2_share ? 0.6 : 0.95;
-    const int64_t ctas = tiles * splits;
-    const int64_t at_once = int64_t{ctas_per_sm} * sms_of_clusters(splits, gpu);
-    const auto wave = [&](int64_t of_ctas) {
-        const double full = static_cast<double>(of_ctas) / gpu.sms;
-        return of_ctas == 0 ? 0.
-                            : 1.2 + ceil_div(keys, 128 * splits) * max_of(alone, of_memory * full);
-    };
-    const double combination = splits == 1 ? 0. : decode_clusters(splits) == 1 ? 0.5 : 1.7;
-    return static_cast<double>(ctas / at_once) * wave(at_once) + wave(ctas % at_once) + combination;
-}
-
-// The splits of each tile in decode.cuh: a cluster, or several full ones.
-inline int decode_splits(const AttentionParams& params, const MaskSummary& mask, int64_t tiles,
-                         tuning::Fa3DecodeTile tile, int ctas_per_sm, const GpuModel& gpu) {
-    const double alone = tuning::decoding_time_alone(tile);
     const auto time = [&](int splits) {
-        return decoding_time(params, mask, tiles, splits, alone, ctas_per_sm, gpu);
+        const int64_t ctas = tiles * splits;
+        const int64_t at_once = int64_t{ctas_per_sm} * sms_of_clusters(splits, gpu);
+        const auto wave = [&](int64_t of_ctas) {
+            const double full = static_cast<double>(of_ctas) / gpu.sms;
+            return of_ctas == 0
+                       ? 0.
+                       : 1.2 + ceil_div(keys, 128 * splits) * max_of(alone, of_memory * full);
+        };
+        const double combination = splits == 1 ? 0. : decode_clusters(splits) == 1 ? 0.5 : 1.7;
+        return static_cast<double>(ctas / at_once) * wave(at_once) + wave(ctas % at_once) +
+               combination;
     };
     int best = 1;
     const auto consider = [&](int splits) {

@@ -5,10 +5,9 @@
 #include <vector>
 
 namespace flash_ext {
-namespace {
 
-// The driver is asked once, for all devices.
-const std::vector<GpuModel>& devices() {
+const GpuModel* find_device(int index) {
+    // The driver is asked once, for all devices.
     static const std::vector<GpuModel> devices = [] {
         int count = 0;
         if (cudaGetDeviceCount(&count) != cudaSuccess) count = 0;
@@ -27,14 +26,7 @@ const std::vector<GpuModel>& devices() {
         cudaGetLastError();  // clears an error, which the next launch would otherwise report
         return all;
     }();
-    return devices;
-}
-
-}  // namespace
-
-const GpuModel* find_device(int index) {
-    const bool seen = index >= 0 && index < static_cast<int>(devices().size());
-    return seen ? &devices()[index] : nullptr;
+    return index >= 0 && index < static_cast<int>(devices.size()) ? &devices[index] : nullptr;
 }
 
 }  // namespace flash_ext

@@ -15,15 +15,8 @@ void plan_fa1_forward(ForwardPlan& plan) {
     plan.workspace.reserve(params.row_statistics, rows * 2);
 }
 
-void plan_fa1_backward(BackwardPlan& plan) { plan_mma_backward(plan, tuning::kFa1Backward); }
-
 }  // namespace
 
-constexpr VariantRow kFa1Row{Fa1Kernels::unsupported_reason,
-                             std::nullopt,
-                             plan_fa1_forward,
-                             plan_fa1_backward,
-                             Fa1Kernels::forward,
-                             Fa1Kernels::backward};
+constexpr VariantRow kFa1Row = Fa1Kernels::row(plan_fa1_forward, Fa1Kernels::plan_backward);
 
 }  // namespace flash_ext

@@ -28,7 +28,7 @@ void plan_fa2_forward(ForwardPlan& plan) {
 }
 
 void plan_fa2_backward(BackwardPlan& plan) {
-    plan_mma_backward(plan, tuning::kFa2Backward);
+    Fa2Kernels::plan_backward(plan);
     const HeadDims dims = plan.kernel.head_dims;
     const tuning::MmaBackwardShape tile = tuning::fa2_backward_shape(dims, plan.kernel.options);
     plan.params.tile_order =
@@ -38,11 +38,6 @@ void plan_fa2_backward(BackwardPlan& plan) {
 
 }  // namespace
 
-constexpr VariantRow kFa2Row{Fa2Kernels::unsupported_reason,
-                             std::nullopt,
-                             plan_fa2_forward,
-                             plan_fa2_backward,
-                             Fa2Kernels::forward,
-                             Fa2Kernels::backward};
+constexpr VariantRow kFa2Row = Fa2Kernels::row(plan_fa2_forward, plan_fa2_backward);
 
 }  // namespace flash_ext

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cstdlib>
 
 #include "plan/steps.h"
@@ -29,7 +30,8 @@ std::string fa3_unsupported_reason(const Call& call, Pass pass) {
     if (has_8_bits(call.params) && backward) return "has no backward for 8-bit inputs";
     for (const Operand& x : call.operands) {
         // A tensor map needs memory.
-        if (backward && x.is_empty()) return text("has no backward for an empty ", x.name);
+        if (backward && std::ranges::count(x.sizes, 0) > 0)
+            return text("has no backward for an empty ", x.name);
         if (!x.is_aligned())
             return text("needs rows of ", x.name, " that start and end on 16-byte boundaries");
         if (!x.is_reached_by_tma())
@@ -42,7 +44,7 @@ std::string fa3_unsupported_reason(const Call& call, Pass pass) {
                                   : table_reason(call, tuning::kFa3Forward);
     if (!reason.empty()) return reason;
     if (params.softcap > kMaxFa3Softcap) return "has no softcap above 2048";
-    // The limit of dynamic_persistent_scheduler.cuh, with the smallest tiles.
+    // The limit of epoch_counter.cuh, with the smallest tiles.
     const int rows = backward ? tuning::kFa3BackwardWideBlock : tuning::kForwardBlockQ;
     const auto tiles = [&](int heads, int length) {
         return int64_t{heads} * tensor_batches(params) * tile_numbers(params, length, rows);
@@ -181,17 +183,17 @@ WideTileOrders wide_tile_orders(const BackwardParams& params, const MaskSummary&
     const bool masked = mask.is_masked();
     const int group = group_of(params);
     const int64_t bytes = element_bytes(params.element_type);
-    const int kv_tiles = tile_numbers(params, params.seqlen_k, tuning::kFa3BackwardWideBlock);
     const int64_t q_do_bytes = row_pair_bytes(params, dims) * params.seqlen_q * group;
+    const TileOrder keys = make_tile_order(
+        tile_numbers(params, params.seqlen_k, tuning::kFa3BackwardWideBlock),
+        ds_heads > 0 ? ds_heads : params.heads_k, ds_heads > 0 ? 1 : tensor_batches(params),
+        masked || params.cu_seqlens_q != nullptr, q_do_bytes, 1, gpu,
+        l2_group_waves(params, masked));
     if (ds_heads == 0)
-        return {
-            make_tile_order(kv_tiles, params.heads_k, tensor_batches(params),
-                            masked || params.cu_seqlens_q != nullptr, q_do_bytes, 1, gpu,
-                            l2_group_waves(params, masked)),
-            forward_tile_order(params, mask, {params.heads_q, tuning::kFa3DQBlockQ}, dims, 1, gpu)};
-    return {make_tile_order(kv_tiles, ds_heads, 1, masked, q_do_bytes, 1, gpu),
-            make_tile_order(ceil_div(params.seqlen_q, tuning::kFa3DQBlockQ), ds_heads * group, 1,
-                            masked, bytes * dims.qk * params.seqlen_k / group, 1, gpu)};
+        return {keys, forward_tile_order(params, mask, {params.heads_q, tuning::kFa3DQBlockQ}, dims,
+                                         1, gpu)};
+    return {keys, make_tile_order(ceil_div(params.seqlen_q, tuning::kFa3DQBlockQ), ds_heads * group,
+                                  1, masked, bytes * dims.qk * params.seqlen_k / group, 1, gpu)};
 }
 
 // Parts are heads of `params`.

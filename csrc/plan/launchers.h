@@ -8,12 +8,14 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <iterator>
 #include <optional>
 #include <type_traits>
+#include <utility>
 
 #include "plan/device.h"
-#include "plan/ds_workspace.cuh"
 #include "plan/tuning.h"
+#include "plan/workspace_rows.cuh"
 #include "problem/params.h"
 #include "problem/quantize.h"
 #include "problem/sum_rows.h"
@@ -131,11 +133,13 @@ cudaError_t sum_rows(const SumRowsParams& params, cudaStream_t stream);
 // A dispatch found no instantiation, so nothing ran. CUDA itself no longer returns this code.
 inline constexpr cudaError_t kNoKernel = cudaErrorMissingConfiguration;
 
-template <auto... kValues, class T, class Function>
-cudaError_t dispatch(T value, Function&& function) {
-    cudaError_t status = kNoKernel;
-    ((value == kValues && (status = function(std::integral_constant<T, kValues>{}), true)) || ...);
-    return status;
+// The function may return another type than a status. Without an instantiation the result is
+// `none`.
+template <auto... kValues, class T, class Function, class Result = cudaError_t>
+Result dispatch(T value, Function&& function, Result none = kNoKernel) {
+    Result result = none;
+    ((value == kValues && (result = function(std::integral_constant<T, kValues>{}), true)) || ...);
+    return result;
 }
 
 // function(std::integral_constant<int, i>) for i = 0 .. kCount - 1.
@@ -148,28 +152,23 @@ FLASH_HOST_DEVICE void compile_time_for(Function&& function) {
 }
 
 // function(constant set) of the sets of a row that equals `options`.
-template <OptionSets kSets, int kIndex = 0, class Function>
+template <OptionSets kSets, class Function>
 cudaError_t dispatch_options(OptionSet options, Function&& function) {
-    if constexpr (kIndex < kSets.count) {
-        constexpr OptionSet kOptions = kSets.sets[kIndex];
-        if (options != kOptions) return dispatch_options<kSets, kIndex + 1>(options, function);
-        return function(std::integral_constant<OptionSet, kOptions>{});
-    } else {
-        return kNoKernel;
-    }
+    return [&]<size_t... i>(std::index_sequence<i...>) {
+        return dispatch<kSets.sets[i]...>(options, function);
+    }(std::make_index_sequence<kSets.count>{});
 }
 
 // function(constants qk and v) of the row of a tuning table with these dims, or `none`.
-template <auto& kTable, int kIndex = 0, class Function, class Result = cudaError_t>
+template <auto& kTable, class Function, class Result = cudaError_t>
 Result dispatch_head_dims(HeadDims dims, Function&& function, Result none = kNoKernel) {
-    if constexpr (kIndex < std::extent_v<std::remove_reference_t<decltype(kTable)>>) {
-        constexpr HeadDims kDims = kTable[kIndex].head_dims;
-        if (dims != kDims) return dispatch_head_dims<kTable, kIndex + 1>(dims, function, none);
-        return function(std::integral_constant<int, kDims.qk>{},
-                        std::integral_constant<int, kDims.v>{});
-    } else {
-        return none;
-    }
+    const auto call = [&](auto found) {
+        return function(std::integral_constant<int, found.value.qk>{},
+                        std::integral_constant<int, found.value.v>{});
+    };
+    return [&]<size_t... i>(std::index_sequence<i...>) {
+        return dispatch<kTable[i].head_dims...>(dims, call, none);
+    }(std::make_index_sequence<std::size(kTable)>{});
 }
 
 // Calls function(element tag), of 16 bits.

@@ -30,7 +30,8 @@ void pack_gqa_view(ForwardParams& params) {
     lift_mask(params);
 }
 
-// The first that can, of the variant and those that stand in for it.
+}  // namespace
+
 Choice choose(const Call& call, Pass pass, Variant variant, bool may_stand_in) {
     std::string why;
     while (true) {
@@ -43,16 +44,6 @@ Choice choose(const Call& call, Pass pass, Variant variant, bool may_stand_in) {
             return {std::nullopt, why + ", and no other variant has 8-bit inputs"};
         variant = *row.stand_in;
     }
-}
-
-}  // namespace
-
-Choice choose_forward(const Call& call, std::optional<Variant> wanted) {
-    return choose(call, Pass::kForward, wanted.value_or(kFastestVariant), !wanted);
-}
-
-Choice choose_backward(const Call& call, Variant forward) {
-    return choose(call, Pass::kBackward, forward, true);
 }
 
 void make_plan(ForwardPlan& plan, const GpuModel& gpu) {

@@ -4,15 +4,18 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cassert>
+#include <cstdint>
+#include <cstring>
 #include <optional>
+#include <span>
 #include <string>
 
 #include "plan/call.h"
 #include "plan/launchers.h"
-#include "plan/variants.h"
-#include "plan/workspace.h"
 #include "problem/mask.cuh"
 #include "problem/params.h"
+#include "tile/host_device.h"
 
 namespace flash_ext {
 
@@ -24,12 +27,59 @@ struct Choice {
     std::string why;                 // not the one that was asked for
 };
 
-// For a forward: the named variant, or the fastest one that runs it.
-Choice choose_forward(const Call& call, std::optional<Variant> wanted);
+// This variant, or, if others may stand in for it, the first that can. For the backward that is the
+// forward's, and others may.
+Choice choose(const Call& call, Pass pass, Variant variant, bool may_stand_in);
 
-// For the backward of a call whose forward ran in variant `forward`: the same, or the variant that
-// stands in.
-Choice choose_backward(const Call& call, Variant forward);
+// Scratch memory of a call: one allocation, cut into regions.
+//
+// First the plan reserves regions, by the pointers that will point to them. When the memory has
+// been allocated, assign() sets the pointers. They must not move in between.
+class Workspace {
+ public:
+    // The alignment that torch's allocator gives a tensor.
+    static constexpr int64_t kAlignment = 512;
+
+    struct Region {
+        void* pointer;   // the address of the pointer to it
+        int64_t offset;  // in bytes
+        int64_t bytes;
+    };
+
+    Workspace() = default;
+    Workspace(const Workspace&) = delete;
+    Workspace& operator=(const Workspace&) = delete;
+
+    template <class T>
+    void reserve(T*& pointer, int64_t count) {
+        add(&pointer, count * static_cast<int64_t>(sizeof(T)));
+    }
+    void reserve(void*& pointer, int64_t bytes) { add(&pointer, bytes); }
+
+    int64_t bytes() const { return bytes_; }
+    std::span<const Region> regions() const { return {regions_, static_cast<size_t>(count_)}; }
+
+    // `memory`: of bytes(), aligned to kAlignment.
+    void assign(void* memory) const {
+        for (const Region& region : regions()) {
+            void* address = static_cast<char*>(memory) + region.offset;
+            std::memcpy(region.pointer, &address, sizeof address);
+        }
+    }
+
+ private:
+    static constexpr int kMaxRegions = 16;
+
+    void add(void* pointer, int64_t bytes) {
+        assert(count_ < kMaxRegions);
+        regions_[count_++] = {pointer, bytes_, bytes};
+        bytes_ += ceil_div(bytes, kAlignment) * kAlignment;
+    }
+
+    Region regions_[kMaxRegions];
+    int count_ = 0;
+    int64_t bytes_ = 0;
+};
 
 // Filled in with the call's tensors and options. make_plan() adds all decisions: tiles, splits,
 // packing, the order of tiles, and what memory they need. The caller gives the workspace its memory

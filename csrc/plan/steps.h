@@ -1,7 +1,6 @@
 // What a variant has in fa1.cpp, fa2.cpp or fa3.cpp, and steps of planning that variants share.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -59,53 +58,6 @@ bool choose_kernel(Plan& plan, const Row (&table)[kRows], OptionSet needed) {
     return true;
 }
 
-// FA1's or FA2's kernels, by their tuning tables and launchers.
-template <auto& kForwardTable, auto& kBackwardTable, template <int, int> class Launchers>
-struct MmaKernels {
-    static int forward_shared_bytes(HeadDims dims) {
-        return dispatch_head_dims<kForwardTable>(
-            dims, [](auto d, auto dv) { return Launchers<d, dv>::forward_shared_bytes(); }, 0);
-    }
-    static int backward_shared_bytes(HeadDims dims) {
-        return dispatch_head_dims<kBackwardTable>(
-            dims, [](auto d, auto dv) { return Launchers<d, dv>::backward_shared_bytes(); }, 0);
-    }
-
-    static std::string unsupported_reason(const Call& call, Pass pass) {
-        if (has_8_bits(call.params)) return "has no 8-bit inputs";
-        return pass == Pass::kForward
-                   ? reason(call, kForwardTable, forward_shared_bytes, "")
-                   : reason(call, kBackwardTable, backward_shared_bytes, "in the backward pass ");
-    }
-
-    static cudaError_t forward(const ForwardPlan& plan, cudaStream_t stream) {
-        return dispatch_head_dims<kForwardTable>(plan.kernel.head_dims, [&](auto d, auto dv) {
-            return Launchers<d, dv>::forward(plan.params, plan.kernel, stream);
-        });
-    }
-    static cudaError_t backward(const BackwardPlan& plan, cudaStream_t stream) {
-        return dispatch_head_dims<kBackwardTable>(plan.kernel.head_dims, [&](auto d, auto dv) {
-            return Launchers<d, dv>::backward(plan.params, plan.kernel, stream);
-        });
-    }
-
- private:
-    // Some GPUs (compute capability 8.6, 8.9, 12.x) have less shared memory than the A100.
-    template <class Table>
-    static std::string reason(const Call& call, const Table& table, int (*shared_bytes)(HeadDims),
-                              const char* in_the_pass) {
-        const std::string reason = table_reason(call, table);
-        if (!reason.empty()) return reason;
-        const HeadDims dims = head_dims(call.params);
-        const int needed =
-            shared_bytes(tuning::find_row(table, dims, options_of(call.params))->head_dims);
-        if (needed <= call.gpu.shared_bytes) return "";
-        return text("needs ", needed, " bytes of shared memory per block ", in_the_pass,
-                    "at head dimensions ", dims.qk, " and ", dims.v, ", this GPU has ",
-                    call.gpu.shared_bytes);
-    }
-};
-
 // The memory of what splits store, and another kernel combines.
 inline void reserve_splits(ForwardPlan& plan) {
     ForwardParams& params = plan.params;
@@ -132,17 +84,68 @@ inline void reserve_rows(BackwardPlan& plan, int dq_accum_cols) {
     plan.workspace.reserve(params.large_lse.word, 1);
 }
 
-// FA1's and FA2's. Only kernels for varlen have Q tiles that are not whole.
-template <class Row, int kRows>
-void plan_mma_backward(BackwardPlan& plan, const Row (&table)[kRows]) {
-    BackwardParams& params = plan.params;
-    OptionSet needed = options_of(params);
-    const Row* row = tuning::find_row(table, head_dims(params), needed);
-    if (row != nullptr && params.seqlen_q % row->plain.block_q != 0)
-        needed = needed | OptionSet::kVarlen;
-    choose_kernel(plan, table, needed);
-    params.may_have_large_lse = true;
-    reserve_rows(plan, plan.kernel.head_dims.qk);
-}
+// FA1's or FA2's kernels, by their tuning tables and launchers.
+template <auto& kForwardTable, auto& kBackwardTable, template <int, int> class Launchers>
+struct MmaKernels {
+    static int forward_shared_bytes(HeadDims dims) {
+        return dispatch_head_dims<kForwardTable>(
+            dims, [](auto d, auto dv) { return Launchers<d, dv>::forward_shared_bytes(); }, 0);
+    }
+    static int backward_shared_bytes(HeadDims dims) {
+        return dispatch_head_dims<kBackwardTable>(
+            dims, [](auto d, auto dv) { return Launchers<d, dv>::backward_shared_bytes(); }, 0);
+    }
+
+    static std::string unsupported_reason(const Call& call, Pass pass) {
+        if (has_8_bits(call.params)) return "has no 8-bit inputs";
+        return pass == Pass::kForward
+                   ? reason(call, kForwardTable, forward_shared_bytes, "")
+                   : reason(call, kBackwardTable, backward_shared_bytes, "in the backward pass ");
+    }
+
+    // Only kernels for varlen have Q tiles that are not whole.
+    static void plan_backward(BackwardPlan& plan) {
+        BackwardParams& params = plan.params;
+        OptionSet needed = options_of(params);
+        const auto* row = tuning::find_row(kBackwardTable, head_dims(params), needed);
+        if (row != nullptr && params.seqlen_q % row->plain.block_q != 0)
+            needed = needed | OptionSet::kVarlen;
+        choose_kernel(plan, kBackwardTable, needed);
+        params.may_have_large_lse = true;
+        reserve_rows(plan, plan.kernel.head_dims.qk);
+    }
+
+    static constexpr VariantRow row(decltype(VariantRow::plan_forward) plan_forward,
+                                    decltype(VariantRow::plan_backward) plan_backward) {
+        return {unsupported_reason, std::nullopt, plan_forward, plan_backward, forward, backward};
+    }
+
+ private:
+    static cudaError_t forward(const ForwardPlan& plan, cudaStream_t stream) {
+        return dispatch_head_dims<kForwardTable>(plan.kernel.head_dims, [&](auto d, auto dv) {
+            return Launchers<d, dv>::forward(plan.params, plan.kernel, stream);
+        });
+    }
+    static cudaError_t backward(const BackwardPlan& plan, cudaStream_t stream) {
+        return dispatch_head_dims<kBackwardTable>(plan.kernel.head_dims, [&](auto d, auto dv) {
+            return Launchers<d, dv>::backward(plan.params, plan.kernel, stream);
+        });
+    }
+
+    // Some GPUs (compute capability 8.6, 8.9, 12.x) have less shared memory than the A100.
+    template <class Table>
+    static std::string reason(const Call& call, const Table& table, int (*shared_bytes)(HeadDims),
+                              const char* in_the_pass) {
+        const std::string reason = table_reason(call, table);
+        if (!reason.empty()) return reason;
+        const HeadDims dims = head_dims(call.params);
+        const int needed =
+            shared_bytes(tuning::find_row(table, dims, options_of(call.params))->head_dims);
+        if (needed <= call.gpu.shared_bytes) return "";
+        return text("needs ", needed, " bytes of shared memory per block ", in_the_pass,
+                    "at head dimensions ", dims.qk, " and ", dims.v, ", this GPU has ",
+                    call.gpu.shared_bytes);
+    }
+};
 
 }  // namespace flash_ext

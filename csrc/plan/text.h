@@ -3,7 +3,6 @@
 #pragma once
 
 #include <concepts>
-#include <cstdio>
 #include <string>
 #include <string_view>
 
@@ -11,11 +10,6 @@ namespace flash_ext {
 
 inline std::string part_of_text(std::string_view part) { return std::string(part); }
 inline std::string part_of_text(std::integral auto number) { return std::to_string(number); }
-inline std::string part_of_text(std::floating_point auto number) {
-    char digits[32];
-    std::snprintf(digits, sizeof(digits), "%g", static_cast<double>(number));
-    return digits;
-}
 
 template <class... Parts>
 std::string text(const Parts&... parts) {

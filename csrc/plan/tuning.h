@@ -7,7 +7,7 @@
 // independent of other tables.
 #pragma once
 
-#include <cstdint>
+#include <iterator>
 
 #include "problem/option_set.h"
 #include "problem/params.h"
@@ -79,10 +79,10 @@ inline constexpr Fa1ForwardRow kFa1Forward[] = {
 inline constexpr int kForwardBlockQ = 128;  // rows of fa2's Q tiles, and of fa3's smallest
 
 struct Fa2ForwardShape {
-    int rows_per_warp;
+    int rows_per_warp = 32;
     int block_kv;
     int q_register_cols = 0;  // columns of Q that stay in registers
-    int ctas_per_sm = 1;
+    int ctas_per_sm = rows_per_warp / 16;
     int warps = kForwardBlockQ / rows_per_warp;
 
     constexpr bool operator==(const Fa2ForwardShape&) const = default;
@@ -107,21 +107,17 @@ struct Fa2ForwardRow {
 
 inline constexpr Fa2ForwardRow kFa2Forward[] = {
     {.head_dims = {32, 32},
-     .plain = {.rows_per_warp = 32, .block_kv = 64, .ctas_per_sm = 3},
-     .general = {.rows_per_warp = 32, .block_kv = 64, .ctas_per_sm = 2}},
-    {.head_dims = {64, 64},
-     .plain = {.rows_per_warp = 32, .block_kv = 128, .ctas_per_sm = 2},
-     .general = {.rows_per_warp = 32, .block_kv = 64, .ctas_per_sm = 2}},
+     .plain = {.block_kv = 64, .ctas_per_sm = 3},
+     .general = {.block_kv = 64}},
+    {.head_dims = {64, 64}, .plain = {.block_kv = 128}, .general = {.block_kv = 64}},
     {.head_dims = {96, 96},
      .options = kFa2RareOptions,
-     .plain = {.rows_per_warp = 32, .block_kv = 64, .ctas_per_sm = 2},
-     .general = {.rows_per_warp = 32, .block_kv = 32, .ctas_per_sm = 2}},
-    {.head_dims = {128, 128},
-     .plain = {.rows_per_warp = 32, .block_kv = 64, .ctas_per_sm = 2},
-     .general = {.rows_per_warp = 32, .block_kv = 32, .ctas_per_sm = 2}},
+     .plain = {.block_kv = 64},
+     .general = {.block_kv = 32}},
+    {.head_dims = {128, 128}, .plain = {.block_kv = 64}, .general = {.block_kv = 32}},
     {.head_dims = {192, 128},
      .options = kFa2RareOptions,
-     .plain = {.rows_per_warp = 32, .block_kv = 48, .ctas_per_sm = 2},
+     .plain = {.block_kv = 48},
      .general = {.rows_per_warp = 16, .block_kv = 64}},
     {.head_dims = {192, 192},
      .options = kFa2RareOptions,
@@ -277,12 +273,6 @@ constexpr Fa3DecodeShape fa3_decode_shape(HeadDims dims, Fa3DecodeTile tile) {
 // The most keys of a split for which few warps are better than many.
 inline constexpr int kFewDecodeKeys = 512;
 
-// What 128 keys take in a CTA that nothing but itself limits, see decoding_time(). Fitted to the
-// table in docs/notes/019-one-sequence.md.
-constexpr double decoding_time_alone(Fa3DecodeTile tile) {
-    return tile == Fa3DecodeTile::kManyRows ? 0.6 : 0.36;
-}
-
 // --- FA3, forward of FP8 ---
 
 // Some pairs are padded further than with 16 bits: at 96 the tiles of 128 are faster, though a
@@ -434,9 +424,9 @@ enum class Fa3DQRegisters { kOwn, kOfS, kOfDP };
 
 struct Fa3BackwardShape {
     int block_q;
-    int q_stages;   // of Q tiles with their lse
-    int do_stages;  // of dO tiles with their delta
-    Fa3BackwardOverlap overlap;
+    int q_stages = 2;   // of Q tiles with their lse
+    int do_stages = 2;  // of dO tiles with their delta
+    Fa3BackwardOverlap overlap = kPingPong;
     bool transpose_dq = true;  // a consumer's half of dQ: 64 columns, or 64 rows
     bool hold_ds = true;       // dK takes dS from registers, or from shared memory
     Fa3DQRegisters dq_registers = Fa3DQRegisters::kOfS;
@@ -481,19 +471,17 @@ inline constexpr Fa3BackwardRow kFa3Backward[] = {
      .options = kFa3BackwardAllOptions,
      .usual = {.block_q = 128,
                .q_stages = 3,
-               .do_stages = 2,
                .overlap = kByMatmul,
                .transpose_dq = false,
                .hold_ds = false,
                .dq_registers = Fa3DQRegisters::kOfDP},
      .with_options = kPingPong},
-    {.head_dims = {96, 96},
-     .usual = {.block_q = 96, .q_stages = 2, .do_stages = 2, .overlap = kPingPong}},
+    {.head_dims = {96, 96}, .usual = {.block_q = 96}},
     {.head_dims = {128, 128},
      .options = kFa3BackwardAllOptions,
-     .usual = {.block_q = 64, .q_stages = 3, .do_stages = 2, .overlap = kByMatmulEarly},
+     .usual = {.block_q = 64, .q_stages = 3, .overlap = kByMatmulEarly},
      .with_options = kEarly,
-     .many_queries = {.block_q = 80, .q_stages = 2, .do_stages = 2, .overlap = kLateFences}},
+     .many_queries = {.block_q = 80, .overlap = kLateFences}},
 };
 
 inline constexpr int kManyQueries = 16384;
@@ -539,12 +527,8 @@ inline constexpr int kFa3SplitKeys = 128;
 // The splits of the rows of a head in sink_gradient.cuh.
 inline constexpr int kSinkSplits = 32;
 
-template <class Row, int kRows>
-constexpr int widest_of(const Row (&table)[kRows]) {
-    return table[kRows - 1].head_dims.qk;
-}
-inline constexpr int kMaxHeadDim =
-    max_of(widest_of(kFa1Forward), max_of(widest_of(kFa2Forward), widest_of(kFa3Forward)));
+// No table has wider rows than FA2's.
+inline constexpr int kMaxHeadDim = std::rbegin(kFa2Forward)->head_dims.qk;
 
 }  // namespace tuning
 }  // namespace flash_ext

@@ -1,8 +1,7 @@
 // A counter in global memory that needs no initialization: its upper bits are the epoch of the
-// launch that it counts for. Whoever finds another epoch there starts the count.
+// launch that it counts for. Whoever finds another epoch there starts the count. And the scheduler
+// of persistent grids, which is one.
 #pragma once
-
-#include <cstdint>
 
 #include "ptx/memory.cuh"
 #include "schedule/launch_epoch.h"
@@ -37,5 +36,27 @@ struct EpochCounter {
         return count;
     }
 };
+
+// Hands out the tiles of a persistent grid: the CTA that is idle first gets the next tile.
+struct DynamicPersistentScheduler {
+    EpochCounter fetched;  // word null: there are no more tiles than CTAs, so nothing to fetch
+
+    // By one thread of each CTA, before its first fetch.
+    FLASH_DEVICE void start() const {
+        if (fetched.word != nullptr) fetched.start();
+    }
+
+    // The next tile. Tiles below gridDim.x are the CTAs' first ones and need no fetch. Every CTA
+    // fetches until it gets a tile >= total, so at least once: that makes `total` fetches.
+    FLASH_DEVICE int fetch(int total) const {
+        if (fetched.word == nullptr) return total;
+        return fetched.next(total) + static_cast<int>(gridDim.x);
+    }
+};
+
+// For one launch.
+inline DynamicPersistentScheduler make_dynamic_scheduler(unsigned long long* word) {
+    return {{word, launch_epoch()}};
+}
 
 }  // namespace flash_ext

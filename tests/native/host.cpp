@@ -15,8 +15,9 @@ namespace {
 using torch::stable::detail::from;
 using torch::stable::detail::unbox_to_tuple;
 
-void append(std::vector<StableIValue>& stack, Options options) {
-    std::apply([&](auto&... field) { (stack.push_back(from(field)), ...); }, options.fields());
+template <class T>
+void append(std::vector<StableIValue>& stack, T x) {
+    std::apply([&](auto&... field) { (stack.push_back(from(field)), ...); }, x.fields());
 }
 
 // There is no memory for calls with so many queries, of tests/test_node.py.
@@ -35,18 +36,11 @@ std::string refused_fwd(const Tensor& q, const Tensor& k, const Tensor& v, const
     return words_of(accept_forward(q, k, v, options).has_value(),
                     refusal("fwd", q, k, v, options, /*reads=*/false));
 }
-std::string refused_bwd(const Tensor& dout, const std::optional<Tensor>& dlse, const Tensor& q,
-                        const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
-                        const Options& options) {
-    return words_of(accept_backward(dout, dlse, q, k, v, out, lse, options).has_value(),
-                    refusal("bwd", dout, dlse, q, k, v, out, lse, options));
+std::string refused_bwd(const BackwardTensors& x, const Options& options) {
+    return words_of(accept_backward(x, options).has_value(), refusal("bwd", x, options));
 }
 
 }  // namespace
-
-Tensor with_contiguous_rows(const Tensor& x) {
-    return x.stride(x.dim() - 1) == 1 ? x : torch::stable::contiguous(x);
-}
 
 Tensor empty_strided(const Tensor& x, const std::vector<int64_t>& sizes,
                      const std::vector<int64_t>& strides, torch::headeronly::ScalarType dtype) {
@@ -70,13 +64,11 @@ std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, c
     return {torch::stable::copy_(given, out), lse};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
-    const Tensor& dout, const std::optional<Tensor>& dlse, const Tensor& q, const Tensor& k,
-    const Tensor& v, const Tensor& out, const Tensor& lse, const Options& options, bool need_dbias,
-    const std::tuple<Tensor, Tensor, Tensor>& into) {
-    allocate_results(q, kBackwardFails);
-    std::vector<StableIValue> stack{from(dout), from(dlse), from(q),  from(k),
-                                    from(v),    from(out),  from(lse)};
+AllGradients attention_backward(const BackwardTensors& x, const Options& options, bool need_dbias,
+                                const Gradients& into) {
+    allocate_results(x.q, kBackwardFails);
+    std::vector<StableIValue> stack;
+    append(stack, x);
     append(stack, options);
     stack.push_back(from(need_dbias));
     call_op("flash_ext::bwd", stack.data());
@@ -94,11 +86,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
 std::tuple<int64_t, int64_t, std::string> attention_check(const Tensor& q, const Tensor& /*k*/,
                                                           const Tensor& /*v*/,
                                                           const Options& /*options*/) {
-    if (q.size(3) > 256 || q.scalar_type() == torch::headeronly::ScalarType::Long)
+    const int64_t dim = q.size(q.dim() - 1);
+    if (dim > 256 || q.scalar_type() == torch::headeronly::ScalarType::Long)
         throw std::invalid_argument("flash_ext: no kernel");
     constexpr int64_t kOddLength = 77, kNoBackward = 248;  // of tests/test_sdpa.py
-    if (q.size(1) == kOddLength) throw std::invalid_argument("flash_ext: no kernel for this call");
-    return {0, q.size(3) == kNoBackward ? -1 : 0, ""};
+    if (q.dim() == 4 && q.size(1) == kOddLength)
+        throw std::invalid_argument("flash_ext: no kernel for this call");
+    return {0, dim == kNoBackward ? -1 : 0, ""};
 }
 
 }  // namespace flash_ext

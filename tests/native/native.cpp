@@ -13,9 +13,9 @@
 #include <utility>
 #include <vector>
 
+#include "plan/call.h"
 #include "plan/cost.h"
 #include "plan/tuning.h"
-#include "plan/variants.h"
 #include "plan/workspace_rows.cuh"
 #include "problem/dropout.cuh"
 #include "problem/mask.cuh"

@@ -356,13 +356,17 @@ PYBIND11_MODULE(MODULE, m) {
         .def("choose_forward",
              [](const Problem& p, const std::string& wanted) {
                  return p.choose(3, [&](const flash_ext::Call& call) {
-                     return flash_ext::choose_forward(call, Problem::variant_of(wanted));
+                     const auto variant = Problem::variant_of(wanted);
+                     return flash_ext::choose(call, flash_ext::Pass::kForward,
+                                              variant.value_or(flash_ext::kFastestVariant),
+                                              !variant);
                  });
              })
         .def("choose_backward",
              [](const Problem& p, const std::string& forward) {
                  return p.choose(5, [&](const flash_ext::Call& call) {
-                     return flash_ext::choose_backward(call, *Problem::variant_of(forward));
+                     return flash_ext::choose(call, flash_ext::Pass::kBackward,
+                                              *Problem::variant_of(forward), true);
                  });
              })
         .def("forward", &Problem::forward)

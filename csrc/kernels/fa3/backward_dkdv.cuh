@@ -52,7 +52,7 @@
 
 #include "kernels/fa3/backward_common.cuh"
 #include "kernels/fa3/cta.cuh"
-#include "plan/ds_workspace.cuh"
+#include "plan/workspace_rows.cuh"
 
 namespace flash_ext {
 

@@ -22,7 +22,7 @@
 #include "ptx/barrier.cuh"
 #include "ptx/grid_dependency.cuh"
 #include "ptx/wgmma.cuh"
-#include "schedule/dynamic_persistent_scheduler.cuh"
+#include "schedule/epoch_counter.cuh"
 #include "tile/tma_load.cuh"
 
 namespace flash_ext {

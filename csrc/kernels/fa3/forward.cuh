@@ -1,7 +1,7 @@
 // FlashAttention-3 forward (Shah et al. 2024, algorithms 1 and 2), for Hopper.
 //
 // The grid has at most one CTA per SM. Each CTA fetches Q tiles until none is left
-// (dynamic_persistent_scheduler.cuh). Its warpgroups have roles:
+// (epoch_counter.cuh). Its warpgroups have roles:
 //
 //   producer    three threads, one each for K, Q and V. All load by TMA; K's also fetches the tiles
 //   consumers   each owns 64 rows of the Q tile (split-Q) and sees all of K and V
