@@ -76,27 +76,41 @@ Tensor transposed(const Tensor& x) {
     return Tensor(handle);
 }
 
-// Is each element of the memory that x spans one of x? Then empty_like has the strides of x.
-bool is_dense(const Tensor& x) {
-    std::vector<int> order(x.dim());  // innermost first
-    std::iota(order.begin(), order.end(), 0);
-    std::ranges::sort(order, {}, [&](int dim) { return x.stride(dim); });
+// The strides of empty_like(x): those of x where it is dense, otherwise the same order without
+// gaps. As at::infer_dense_strides, it ignores strides of 0 for the order.
+std::vector<int64_t> dense_strides(const Tensor& x) {
+    const int dims = static_cast<int>(x.dim());
+    std::vector<int> order(dims);  // innermost first
+    std::iota(order.rbegin(), order.rend(), 0);
+    const auto is_outside = [&](int a, int b) {  // of b: 1, -1, or 0 where it is undetermined
+        if (x.stride(a) == 0 || x.stride(b) == 0) return 0;
+        if (x.stride(a) != x.stride(b)) return x.stride(a) > x.stride(b) ? 1 : -1;
+        return x.size(a) > x.size(b) ? 1 : 0;
+    };
+    for (int i = 1; i < dims; ++i)
+        for (int here = i, before = i - 1; before >= 0; --before) {
+            const int comparison = is_outside(order[before], order[here]);
+            if (comparison < 0) break;
+            if (comparison == 0) continue;
+            std::swap(order[before], order[here]);
+            here = before;
+        }
+    std::vector<int64_t> strides(dims);
     int64_t stride = 1;
+    bool dense = true;
     for (const int dim : order) {
-        if (x.size(dim) != 1 && x.stride(dim) != stride) return false;
+        strides[dim] = stride;
+        dense = dense && (x.size(dim) == 1 || x.stride(dim) == stride);
         stride *= x.size(dim);
     }
-    return true;
+    if (dense)
+        for (int dim = 0; dim < dims; ++dim) strides[dim] = x.stride(dim);
+    return strides;
 }
 
-// empty_like(x). torch's own op takes longer: it only orders the dimensions of what has gaps.
 Tensor empty_as(const Tensor& x) {
-    if (is_dense(x))
-        return empty_strided(x, {x.sizes().begin(), x.sizes().end()},
-                             {x.strides().begin(), x.strides().end()}, x.scalar_type());
-    constexpr auto kDefault = std::nullopt;
-    return std::get<0>(call_original<Tensor>("aten::empty_like", x, kDefault, kDefault, kDefault,
-                                             kDefault, kDefault));
+    return empty_strided(x, {x.sizes().begin(), x.sizes().end()}, dense_strides(x),
+                         x.scalar_type());
 }
 
 // --- What flash_ext runs ---
@@ -135,13 +149,10 @@ bool runs(const Tensor& q, const Tensor& k, const Tensor& v, double dropout_p,
     const auto& offsets = options.cu_seqlens_q;
     const int64_t dims = offsets ? 3 : 4;
     if (dropout_p != 0 || offsets.has_value() != options.cu_seqlens_k.has_value()) return false;
-    for (const Tensor* x : {&q, &k, &v}) {
+    for (const Tensor* x : {&q, &k, &v})
         if (x->dim() != dims || x->numel() == 0 || x->stride(dims - 1) != 1 ||
-            x->scalar_type() != q.scalar_type())
+            x->scalar_type() != q.scalar_type() || dense_strides(*x).back() != 1)
             return false;
-        for (int dim = 0; dim < dims - 1; ++dim)  // empty_like would not have contiguous rows
-            if (x->size(dim) > 1 && x->stride(dim) == 1) return false;
-    }
     for (int dim = 0; dim < dims; ++dim)
         if (k.size(dim) != v.size(dim)) return false;
     if (q.size(dims - 1) != k.size(dims - 1) || q.size(dims - 2) % k.size(dims - 2) != 0 ||
