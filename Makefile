@@ -27,8 +27,8 @@ export FLASH_EXT_STRICT ?= 1
 export PATH := $(SCRIPTS):$(PATH)
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: help demo test lint format build gpu-test soak sanitize bench report docs wheel \
-    check-wheel hub compat release clean
+.PHONY: help demo test lint format build gpu-test soak sanitize bench report docs sdist \
+    wheel check-wheel hub compat release clean
 
 help:
 	@sed -n 's/^## /make /p' Makefile
@@ -50,12 +50,8 @@ SHARED = import sys; from importlib.metadata import version; \
 	$(PY) -m pip install -q --group dev
 	@touch $@
 
-.venv/release: .venv/ready
-	$(PY) -m pip install -q --group release
-	@touch $@
-
-.venv/docs: .venv/ready
-	$(PY) -m pip install -q --group docs
+.venv/release .venv/docs: .venv/ready
+	$(PY) -m pip install -q --group $(@F)
 	@touch $@
 
 ## demo          train a small GPT through flash_ext and through standard attention
@@ -112,14 +108,20 @@ report: $(READY)
 docs: $(DOCS_READY)
 	$(PY) -m mkdocs build --strict
 
-## wheel         the wheel and the sdist, checked (LIBRARY=_C.abi3.so: of a library that exists)
+## sdist         only the sdist, with the same bytes on every machine (DIST=dist: where to)
+DIST ?= dist
+sdist: $(READY)
+	rm -rf *.egg-info build/sdist $(DIST)/*.tar.gz
+	$(PY) setup.py -q sdist -d build/sdist
+	cd build/sdist && tar -xzf *.tar.gz && tar -I 'gzip -n' -cf $$(ls *.tar.gz) --sort=name \
+	    --mtime=@0 --owner=0 --group=0 --numeric-owner --mode=u=rwX,go=rX */
+	mkdir -p $(DIST) && mv build/sdist/*.tar.gz $(DIST)
+
+## wheel         the wheel and the sdist, checked
 ## wheel MACHINE=aarch64   the wheel for another machine, by a cross compiler (docs/install.md)
-# The same bytes every time: the times in zip files begin in 1980.
-wheel check-wheel release: export SOURCE_DATE_EPOCH = 315532800
 HERE := $(shell uname -m)
 MACHINE ?= $(HERE)
 PLATFORM = manylinux_2_28_$(MACHINE)
-LIBRARY ?=
 ifneq ($(MACHINE),$(HERE))
 # The CUDA runtime for that machine is from pip, or, with PY, from the toolkit's target.
 CROSS = _PYTHON_HOST_PLATFORM=linux-$(MACHINE) CC=$(MACHINE)-linux-gnu-g++ \
@@ -129,24 +131,26 @@ build/$(MACHINE): $(READY)
 	$(PY) -m pip install -q --no-deps --only-binary=:all: --platform manylinux2014_$(MACHINE) \
 	    --upgrade --target $@ --group cross
 endif
-wheel: $(RELEASE_READY)
-	rm -f dist/*.tar.gz dist/*$(PLATFORM).whl
-	$(PY) -m build --no-isolation --sdist
-	FLASH_EXT_LIBRARY="$(LIBRARY)" FLASH_EXT_PORTABLE=1 $(CROSS) \
+# The same bytes every time: the times in zip files begin in 1980.
+wheel: export SOURCE_DATE_EPOCH = 315532800
+wheel: $(RELEASE_READY) sdist
+	rm -f dist/*$(PLATFORM).whl
+	FLASH_EXT_PORTABLE=1 $(CROSS) \
 	    $(PY) -m build --no-isolation --wheel -C=--build-option=--plat-name=$(PLATFORM)
 	$(MAKE) check-wheel
 
 ## check-wheel   only the checks of it
+# auditwheel adds the platform that it finds to the name: its --plat knows only this machine's. It
+# would also add a library that the platform lacks to the wheel, and check_wheel_contents finds that.
 check-wheel: $(RELEASE_READY)
 	rm -rf build/audited
-# auditwheel adds the platform that it finds to the name. Its --plat knows only this machine's.
 	$(PY) -m auditwheel repair --plat auto -w build/audited \
 	    --exclude libtorch.so --exclude libtorch_cpu.so dist/*$(PLATFORM).whl
 	! ls build/audited | grep -E '_2_(29|[3-9][0-9])_'
 	$(PY) -m abi3audit --strict dist/*$(PLATFORM).whl
-	$(PY) -m check_wheel_contents dist/*$(PLATFORM).whl
+	$(PY) -m check_wheel_contents build/audited
 	$(PY) -m twine check --strict dist/*.tar.gz dist/*$(PLATFORM).whl
-	$(PY) distribution/artifacts.py $(MACHINE)
+	$(PY) distribution/release.py $(MACHINE)
 
 ## hub           dist/hub, for Hugging Face's kernels, from the wheel
 hub: $(READY)
@@ -162,9 +166,10 @@ release: lint check-wheel hub
 	$(MAKE) check-wheel MACHINE=aarch64
 	@test -z "$$(git status --porcelain)" || { git status --short; echo "not committed"; exit 1; }
 	cd benchmarks && $(PY) -m report --check
-	$(PY) -m build --no-isolation --sdist -o build/again && cmp build/again/*.tar.gz dist/*.tar.gz
+	$(MAKE) sdist DIST=build/again && cmp build/again/*.tar.gz dist/*.tar.gz
 	$(PY) distribution/release.py
 	cd dist && sha256sum *.whl *.tar.gz > SHA256SUMS
+	@echo "ready. Tag the commit, push the tag, and upload dist/*.whl, dist/*.tar.gz and dist/hub."
 
 ## clean         remove what was built
 clean:

@@ -1,30 +1,68 @@
-"""What a release needs beside the checks of `make release`, which runs this; nothing is uploaded.
+"""What a wheel and a release need that no tool checks; nothing is uploaded.
+
+    python release.py aarch64   # by `make check-wheel`, after auditwheel and the other tools
+    python release.py           # by `make release`
+
+A wheel is of this source, without slow kernels, and at most 12 MB large. A release also needs:
 
     source   a section of CHANGELOG.md for the version, no such tag yet
     GPU      tests and sanitizers ran on a GPU with this very source (its digest), without a failure
     compat   each torch and Python is tested with this wheel, and so is a GPU; each nvcc builds its
              source; all are green
-
-It prints the commands that remain, or exits with the complaints.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import platform
 import re
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from artifacts import ROOT, content_checksum, sdist_path, version, wheel_path
-from manylinux import LOADERS
-
+ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
-import common  # noqa: E402
+import digest  # noqa: E402
 
-RESULTS = ROOT / "benchmarks/results"
+DIST, RESULTS = ROOT / "dist", ROOT / "benchmarks/results"
+RECORD = "flash_ext/_C.json"
+MAX_BYTES = 12_000_000
+
+
+def version() -> str:
+    text = (ROOT / "flash_ext/__init__.py").read_text()
+    return re.findall(r'^__version__ = "(.+)"$', text, re.MULTILINE)[0]
+
+
+def wheel_path(machine: str = platform.machine()) -> Path:
+    path = DIST / f"flash_ext-{version()}-cp310-abi3-manylinux_2_28_{machine}.whl"
+    return path if path.is_file() else sys.exit(f"there is no {path.name}: run make wheel")
+
+
+def sdist_path() -> Path:
+    return DIST / f"flash_ext-{version()}.tar.gz"
+
+
+def content_checksum(wheel: Path) -> str:
+    """SHA-256 of the package in a wheel, without the metadata and the README."""
+    content = hashlib.sha256()
+    with zipfile.ZipFile(wheel) as archive:
+        for name in sorted(x for x in archive.namelist() if x.startswith("flash_ext/")):
+            content.update(f"{hashlib.sha256(archive.read(name)).hexdigest()}  {name}\n".encode())
+    return content.hexdigest()
+
+
+def wheel_complaints(wheel: Path, source: str) -> Iterator[str]:
+    record = json.loads(zipfile.ZipFile(wheel).read(RECORD))
+    if wheel.stat().st_size > MAX_BYTES:
+        yield f"the wheel has {wheel.stat().st_size:,} bytes, more than {MAX_BYTES:,}"
+    if record["digest"] != source:
+        yield f"the library is of source {record['digest']}, not {source}"
+    yield from (f"a slow kernel: {x}" for x in record["slow_kernels"])
 
 
 def source_complaints() -> Iterator[str]:
@@ -38,33 +76,19 @@ def source_complaints() -> Iterator[str]:
         yield "CHANGELOG.md has unreleased changes: move them to the section of the version"
 
 
-def gpu_complaints(results: Path, digest: str) -> Iterator[str]:
+def gpu_complaints(results: Path, source: str) -> Iterator[str]:
     """The missing reports from a GPU."""
     for name, command in (("tests", "gpu-test"), ("sanitizer", "sanitize")):
         found = [json.loads(path.read_text()) for path in results.glob(f"*/{name}.json")]
-        found = [run for run in found if run.get("digest") == digest]
+        found = [run for run in found if run.get("digest") == source]
         if not found:
-            yield f"no {name} of source {digest}: run make {command} on a GPU"
+            yield f"no {name} of source {source}: run make {command} on a GPU"
         for run in found:
             counts = run.get("counts", {"passed": 1, "failed": 0, "error": 0})
             ended = [run.get("exit_status", 0), counts["failed"], counts["error"]]
             ended += [tool["exit_status"] for tool in run.get("tools", {}).values()]
             if any(ended) or not counts["passed"]:
                 yield f"{name} failed on {run['device']}"
-
-
-def compat_complaints(found: dict[str, Any], wanted: str, names: list[str]) -> Iterator[str]:
-    """The missing rows of compat.json for the wheel whose package has this checksum."""
-    if found.get("wheel") != wanted:
-        yield "benchmarks/results/compat.json is of another wheel: run make compat"
-        return
-    for name in names:
-        row = found["rows"].get(name)
-        if row is None:
-            how = "nox -s gpu, on a GPU" if name == "gpu" else "make compat"
-            yield f"{name} is not tested: run {how}"
-        elif not row["green"]:
-            yield f"{name} is not green: {row.get('failed') or row}"
 
 
 def compat_names() -> list[str]:
@@ -77,22 +101,28 @@ def compat_names() -> list[str]:
     return [*torch, *(f"nvcc {x}" for x in rows["nvcc"]), "gpu"]
 
 
-def main() -> None:
-    digest = common.source_digest()
-    results = common.read_json(RESULTS / "compat.json") or {}
-    missing = [
-        *source_complaints(),
-        *gpu_complaints(RESULTS, digest),
-        *compat_complaints(results, content_checksum(wheel_path("x86_64")), compat_names()),
-    ]
-    if missing:
-        sys.exit("\n".join(["not released:", *missing]))
-    files = *map(wheel_path, LOADERS), sdist_path()
-    print("ready. Type:")
-    print(f"    git tag -a v{version()} -m 'flash_ext {version()}' && git push --tags")
-    print(f"    python -m twine upload {' '.join(f'dist/{x.name}' for x in files)}")
-    print("    upload dist/hub to the kernel repository")
+def compat_complaints(found: dict[str, Any], wanted: str, names: list[str]) -> Iterator[str]:
+    """The missing rows of compat.json for the wheel whose package has this checksum."""
+    if found["wheel"] != wanted:
+        yield "benchmarks/results/compat.json is of another wheel: run make compat"
+        return
+    for name in names:
+        row = found["rows"].get(name, {"green": False, "failed": "run make compat, or nox -s gpu"})
+        if not row["green"]:
+            yield f"{name} is not green: {row['failed']}"
+
+
+def complaints(machine: str) -> Iterator[str]:
+    source = digest.source_digest()
+    if machine:
+        yield from wheel_complaints(wheel_path(machine), source)
+        return
+    compat = json.loads((RESULTS / "compat.json").read_text())
+    yield from source_complaints()
+    yield from gpu_complaints(RESULTS, source)
+    yield from compat_complaints(compat, content_checksum(wheel_path("x86_64")), compat_names())
 
 
 if __name__ == "__main__":
-    main()
+    if found := list(complaints("".join(sys.argv[1:]))):
+        sys.exit("\n".join(f"WRONG: {x}" for x in found))

@@ -52,11 +52,11 @@ def source(tmp_path: Path) -> Path:
     folder = tmp_path / "source"
     ignored = shutil.ignore_patterns("_C.*", "__pycache__")
     shutil.copytree(ROOT / "flash_ext", folder / "flash_ext", ignore=ignored)
-    shutil.copytree(ROOT / "csrc/build", folder / "csrc/build", ignore=ignored)
+    shutil.copytree(ROOT / "distribution", folder / "distribution", ignore=ignored)
     (folder / "benchmarks").mkdir()
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "benchmarks/digest.py"):
         shutil.copy(ROOT / name, folder / name)
-    (folder / "csrc/instantiate").mkdir()
+    (folder / "csrc/instantiate").mkdir(parents=True)
     (folder / "csrc/instantiate/slow.cu").touch()
     home = tmp_path / "toolkit"
     for name in ("bin", "include", "lib64"):
@@ -85,9 +85,7 @@ def test_a_kernel_that_spills(source: Path, strict: str | None) -> None:
     record = source.parent / "lib/flash_ext/_C.json"
     if strict == "1":
         assert done.returncode != 0 and not record.exists()
-        assert f"flash_ext: {SLOW.removeprefix('slow: ')}" in done.stdout
-        assert "Traceback" not in done.stderr
-        assert not list(source.glob("build/**/slow.o"))  # the next build compiles it again
+        assert f"flash_ext: {SLOW}" in done.stderr and "Traceback" not in done.stderr
         return
     assert done.returncode == 0, done.stderr
     assert f"flash_ext: {SLOW}" in done.stderr and "flash_ext: warning: " in done.stderr
@@ -97,9 +95,9 @@ def test_a_kernel_that_spills(source: Path, strict: str | None) -> None:
 
 
 @pytest.mark.skipif(not all(map(shutil.which, ("g++", "ninja", "ar"))), reason="needs g++")
-def test_a_strict_build_after_one_that_was_not(source: Path) -> None:
+def test_a_strict_build_after_another(source: Path) -> None:
     """The object is there and not compiled again, and its kernel still spills."""
-    for strict, passes in (("0", True), ("1", False)):
+    for strict, passes in (("0", True), ("1", False), ("1", False)):
         done = subprocess.run(
             [sys.executable, "setup.py", "-q", "build"],
             cwd=source,
