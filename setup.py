@@ -32,22 +32,18 @@ ROOT = Path(__file__).resolve().parent
 sys.path[:0] = [str(ROOT / "distribution"), str(ROOT / "benchmarks")]
 import digest  # noqa: E402
 import manylinux  # noqa: E402
-import ptxas  # noqa: E402
 
 STABLE_ABI = "0x020b000000000000"  # torch 2.11, the oldest that the binary must load under
 # Designated initializers leave out what has a default. -Wrestrict is about GCC 12's own string.
 WARNINGS = ("-Wall", "-Wextra", "-Wno-missing-field-initializers", "-Wno-restrict")
-# As in torch's own extensions: half precision has no implicit conversions.
-NO_CONVERSIONS = "HALF_OPERATORS", "HALF_CONVERSIONS", "BFLOAT16_CONVERSIONS", "HALF2_OPERATORS"
+JOBS = int(os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0)))  # files at once
 # 12.5 has cudaGetDriverEntryPointByVersion. Up to 12.8 ptxas serializes the matmuls of fa3
 # (docs/notes/024-nvcc-versions.md).
 OLDEST_NVCC = {"80": (12, 5), "90a": (12, 9)}
-# cicc and ptxas take 3 % less time with huge pages and if malloc gives no memory back.
-MALLOC = (
-    "glibc.malloc.hugetlb=1:glibc.malloc.trim_threshold=1073741824"
-    ":glibc.malloc.mmap_threshold=1073741824:glibc.malloc.top_pad=67108864"
-)
-SLOW = "the kernels above give right results, and run slower than they could (ptxas)"
+# What ptxas says of a kernel whose result is right, and which runs slower than it could.
+SLOW = re.compile(r"ptxas.*(warning|Potential Performance Loss|serializ|setmaxnreg.*ignored)")
+STATISTICS = re.compile(r"ptxas info\s*:|^\s+\d+ bytes stack frame")
+WARNING = re.compile(r"warning( #\d+-D)?: ")  # of the front end and of the host's compiler
 
 
 def is_set(name: str) -> bool:
@@ -94,16 +90,18 @@ def targets_of(torch, portable: bool) -> str:
     return ";".join(sorted({"90a" if x == 9 else "80+PTX" for x in majors})) or "80+PTX;90a"
 
 
-def gencode_flags(archs: str) -> list[str]:
-    """Turns "80+PTX;90a" into nvcc flags."""
-    flags = []
-    for arch in re.split(r"[;,\s]+", archs.strip("; ,")):
-        if not re.fullmatch(r"\d+[af]?(\+PTX)?", arch):
-            sys.exit(f"flash_ext: FLASH_EXT_CUDA_ARCHS must be like '80+PTX;90a', got {archs!r}")
-        number = arch.removesuffix("+PTX")
-        code = f"sm_{number}" if number == arch else f"[sm_{number},compute_{number}]"
-        flags.append(f"-gencode=arch=compute_{number},code={code}")
-    return flags
+def gencode_flags(archs: str, source: Path) -> list[str]:
+    """Turns "80+PTX;90a" into nvcc's flags for a file. fa3's and FP8's kernels run on 90a alone.
+
+    A build without that target keeps its targets, since the launchers must be linked.
+    """
+    targets = re.findall(r"([^\s,;+]+)(\+PTX)?", archs)
+    if source.name.startswith(("fa3_", "fp8_")):
+        targets = [x for x in targets if x[0] == "90a"] or targets
+    return [
+        f"-gencode=arch=compute_{x},code=" + (f"[sm_{x},compute_{x}]" if ptx else f"sm_{x}")
+        for x, ptx in targets
+    ]
 
 
 def check_nvcc(home: Path, archs: str) -> str:
@@ -137,87 +135,61 @@ def check_torch():
         import torch
     except ImportError:
         sys.exit(
-            "flash_ext: building the CUDA kernels needs the torch of your environment; use:"
-            " pip install --no-build-isolation ."
+            "flash_ext: the CUDA kernels need your torch; use pip install --no-build-isolation"
         )
-    version = re.match(r"(\d+)\.(\d+)", torch.__version__)
-    if version is None or tuple(map(int, version.groups())) < (2, 11):
+    if torch.__version__ < (2, 11):
         sys.exit(f"flash_ext: torch must be 2.11 or newer, got {torch.__version__}")
     return torch
 
 
-def find_ninja() -> str:
-    # pip puts it next to a Python, which may have been called by its path.
-    folders = Path(sys.executable).parent, sysconfig.get_path("scripts", "posix_user")
-    path = os.pathsep.join([os.environ.get("PATH", os.defpath), *map(str, folders)])
-    if ninja := shutil.which("ninja", path=path):
-        return ninja
-    sys.exit("flash_ext: building the CUDA kernels needs ninja; use: pip install ninja")
-
-
-def jobs() -> int:
-    """How many files are compiled at once."""
-    return int(os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0)))
-
-
-def common_flags(archs: str) -> list[str]:
-    flags = ["-std=c++20", "-DUSE_CUDA", f"-DTORCH_TARGET_VERSION={STABLE_ABI}", "-Icsrc"]
-    if "90a" in archs:
-        flags.append("-DFLASH_EXT_SM90A")  # fa3's kernels are there
-    if "90" in archs:
-        flags.append("-DFLASH_EXT_SM90")  # other kernels have code for Hopper's shared memory
-    return flags
-
-
-def nvcc_flags(archs: str, cuda_home: Path, release: str, portable: bool) -> list[str]:
-    """All but the targets."""
+def flags_of(
+    archs: str, release: str, home: Path, torch_home: Path, libraries: Path, portable: bool
+) -> tuple[list[str], list[str], list[str]]:
+    """The flags of nvcc, all but the targets, of the host's compiler, and of the linker."""
+    common = ["-std=c++20", "-DUSE_CUDA", f"-DTORCH_TARGET_VERSION={STABLE_ABI}", "-Icsrc"]
+    common += ["-DFLASH_EXT_SM90A"] if "90a" in archs else []  # fa3's kernels are there
+    # Other kernels have code for Hopper's shared memory.
+    common += ["-DFLASH_EXT_SM90"] if "90" in archs else []
+    # With a cross compiler nvcc looks for its headers only in that machine's target.
+    common += [f"-I{path}" for path in cuda_folders(home, "include")]
     # Older toolkits cannot choose. "size" is slower, and gives wheels a fifth of the size.
     mode = "size" if portable else "balance"
-    return [
-        *common_flags(archs),
+    nvcc = [
+        *common,
         *([f"--compress-mode={mode}"] if float(release) >= 13 else []),
         *(["-lineinfo"] if is_set("FLASH_EXT_LINEINFO") else []),
         *(["-ccbin", os.environ["CC"]] if "CC" in os.environ else []),
-        # With a cross compiler nvcc looks for its headers only in that machine's target.
-        *(f"-I{path}" for path in cuda_folders(cuda_home, "include")),
-        *(f"-isystem={path}" for path in cuda_folders(cuda_home, "include/cccl")),
-        *(f"-D__CUDA_NO_{name}__" for name in NO_CONVERSIONS),
+        *(f"-isystem={path}" for path in cuda_folders(home, "include/cccl")),
+        # As in torch's own extensions: half precision has no implicit conversions.
+        *(f"-D__CUDA_NO_{x}_OPERATORS__" for x in ("HALF", "HALF2")),
+        *(f"-D__CUDA_NO_{x}_CONVERSIONS__" for x in ("HALF", "BFLOAT16")),
         "--expt-relaxed-constexpr",
         "-Xptxas=-v,-warn-spills,-warn-lmem-usage",
         # The host's part; nvcc optimizes kernels by itself.
         f"-Xcompiler=-O1,-fPIC,-fvisibility=hidden,{','.join(WARNINGS)}",
         # With few jobs two targets of a file at a time only take turns.
-        f"--threads={os.environ.get('NVCC_THREADS') or (1 if jobs() < 16 else 2)}",
+        f"--threads={os.environ.get('NVCC_THREADS') or (1 if JOBS < 16 else 2)}",
     ]
-
-
-def host_flags(archs: str, torch_home: Path, cuda_home: Path) -> list[str]:
-    torch_headers = torch_home / "include", torch_home / "include/torch/csrc/api/include"
-    return [
-        *common_flags(archs),
+    host = [
+        *common,
         *("-O3", "-DNDEBUG", "-fPIC", "-fvisibility=hidden"),
         f'-DFLASH_EXT_TARGETS="{archs}"',
         *WARNINGS,
-        *(f"-I{path}" for path in cuda_folders(cuda_home, "include")),
-        *(f"-isystem{path}" for path in torch_headers),  # without its warnings
+        *(f"-isystem{torch_home / x}" for x in ("include", "include/torch/csrc/api/include")),
     ]
-
-
-def link_flags(torch_libraries: Path, cuda_home: Path) -> list[str]:
-    """The libraries, and what makes of the objects one that is stripped: half as large.
-
-    libtorch.so pulls in libtorch_cuda.so, which holds the current-stream shim. That is a weak
-    symbol here, so the linker would see no need for libtorch.so.
-    """
-    cuda = [path for name in ("lib64", "lib") for path in cuda_folders(cuda_home, name)]
-    return [
-        *(f"-L{path}" for path in (torch_libraries, *cuda)),
+    # libtorch.so pulls in libtorch_cuda.so, which holds the current-stream shim. That is a weak
+    # symbol here, so the linker would see no need for libtorch.so. A stripped library is half as
+    # large.
+    cuda = [path for name in ("lib64", "lib") for path in cuda_folders(home, name)]
+    link = [
+        *(f"-L{path}" for path in (libraries, *cuda)),
         *(f"-l{name}" for name in ("torch_cpu", "cudart_static", "rt", "dl", "pthread")),
         *("-s", "-Wl,--exclude-libs,ALL,--no-as-needed", "-ltorch", "-Wl,--as-needed"),
     ]
+    return nvcc, host, link
 
 
-# The output of a compilation is kept, for ptxas.py.
+# The output of a compilation is kept: a build also judges what an earlier one compiled.
 NINJA = """\
 builddir = {folder}
 rule compile
@@ -243,19 +215,8 @@ def host_source() -> Path:
     return file
 
 
-def targets_of_file(source: Path, gencode: list[str]) -> list[str]:
-    """The targets of a file. The kernels of fa3 and FP8 run on sm_90a alone.
-
-    A build without that target keeps its targets, since the launchers must be linked.
-    """
-    hopper = (
-        [x for x in gencode if "sm_90a" in x] if source.name.startswith(("fa3_", "fp8_")) else []
-    )
-    return hopper or gencode
-
-
 def compile_and_link(
-    folder: Path, nvcc: list[str], gencode: list[str], host: list[str], link: list[str]
+    folder: Path, nvcc: list[str], archs: str, host: list[str], link: list[str]
 ) -> list[Path]:
     """Builds folder/_C.abi3.so by ninja: what changed. Returns the logs of all files."""
 
@@ -268,7 +229,7 @@ def compile_and_link(
     cxx = shlex.split(os.environ.get("CXX", "c++"))
     # In this order the files that take longest, FA3's and FA2's, are among the first.
     kernels = sorted(ROOT.glob("csrc/instantiate/*.cu"), reverse=True)
-    tools = {x.relative_to(ROOT): [*nvcc, *targets_of_file(x, gencode)] for x in kernels}
+    tools = {x.relative_to(ROOT): [*nvcc, *gencode_flags(archs, x)] for x in kernels}
     tools[host_source().relative_to(ROOT)] = [*cxx, *host]
     objects = [folder / f"{source}.o" for source in tools]
     text = NINJA.format(
@@ -283,11 +244,38 @@ def compile_and_link(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "build.ninja").write_text(text)
     sys.stdout.flush()
-    ninja = [find_ninja(), "-j", str(jobs()), "-f", str(folder / "build.ninja")]
-    environment = {"NINJA_STATUS": "[%f/%t, %e s] ", "GLIBC_TUNABLES": MALLOC} | os.environ
-    if subprocess.run(ninja, cwd=ROOT, env=environment).returncode:
+    # pip puts it next to a Python, which may have been called by its path.
+    ninja = shutil.which("ninja") or shutil.which("ninja", path=Path(sys.executable).parent)
+    if ninja is None:
+        sys.exit("flash_ext: building the CUDA kernels needs ninja; use: pip install ninja")
+    ninja_command = [ninja, "-j", str(JOBS), "-f", str(folder / "build.ninja")]
+    environment = {"NINJA_STATUS": "[%f/%t, %e s] "} | os.environ
+    if subprocess.run(ninja_command, cwd=ROOT, env=environment).returncode:
         sys.exit("flash_ext: the CUDA kernels did not compile, see above")
     return [Path(f"{x}.log") for x in objects]
+
+
+def judge(logs: list[Path]) -> list[str]:
+    """What ptxas says of slow kernels. A strict build exits for it, and for any warning.
+
+    build/ptxas.log gets all that the compilers said, with names as in the source.
+    """
+    text = "".join(log.read_text(errors="replace") for log in logs)
+    if demangle := shutil.which("c++filt"):  # -p: without arguments
+        done = subprocess.run([demangle, "-p"], input=text, stdout=subprocess.PIPE, text=True)
+        text = done.stdout.replace("flash_ext::", "")
+    (ROOT / "build/ptxas.log").write_text(text)
+    lines = text.splitlines()
+    shown = [line for line in lines if SLOW.search(line) or not STATISTICS.search(line)]
+    print(*shown, sep="\n", file=sys.stderr)
+    # One line a kernel: of a spill ptxas says twice that there is local memory.
+    said = {(re.findall("'(.+)'", line) or [line])[0]: line for line in lines if SLOW.search(line)}
+    slow = sorted(said.values())
+    if is_set("FLASH_EXT_STRICT") and (slow or any(map(WARNING.search, shown))):
+        sys.exit("flash_ext: failed because of the above; FLASH_EXT_STRICT=0 lets it pass")
+    if slow:
+        print(f"flash_ext: warning: {len(slow)} slow kernels, see above", file=sys.stderr)
+    return slow
 
 
 class BuildKernels(build_ext):
@@ -297,9 +285,9 @@ class BuildKernels(build_ext):
         return str(Path(*name.split("."))) + ".abi3.so"  # whatever Python: it is no module
 
     def build_extensions(self) -> None:
-        torch, portable = check_torch(), is_set("FLASH_EXT_PORTABLE")
+        home, torch, portable = CUDA_HOME, check_torch(), is_set("FLASH_EXT_PORTABLE")
         archs = os.environ.get("FLASH_EXT_CUDA_ARCHS") or targets_of(torch, portable)
-        release = check_nvcc(CUDA_HOME, archs)
+        release = check_nvcc(home, archs)
         print(f"flash_ext: compiling for {archs} (FLASH_EXT_CUDA_ARCHS)", flush=True)
         torch_home = Path(torch.__file__).parent
         libraries, system, platform = torch_home / "lib", [], None
@@ -308,21 +296,11 @@ class BuildKernels(build_ext):
             platform = f"manylinux_2_28_{machine}"
             libtorch, libraries = libraries / "libtorch_cpu.so", ROOT / "build" / platform
             system = manylinux.link_flags(libraries, machine, libtorch)
-        nvcc = shlex.split(os.environ.get("PYTORCH_NVCC") or shlex.quote(f"{CUDA_HOME}/bin/nvcc"))
+        compiler = shlex.split(os.environ.get("PYTORCH_NVCC") or shlex.quote(f"{home}/bin/nvcc"))
+        nvcc, host, link = flags_of(archs, release, home, torch_home, libraries, portable)
         folder = Path(self.build_temp)
-        logs = compile_and_link(
-            folder,
-            [*nvcc, *nvcc_flags(archs, CUDA_HOME, release, portable)],
-            gencode_flags(archs),
-            host_flags(archs, torch_home, CUDA_HOME),
-            [*link_flags(libraries, CUDA_HOME), *system],
-        )
-        slow, warnings = ptxas.report(logs, ROOT / "build/ptxas.log")
-        print(*(f"flash_ext: {line}" for line in slow), sep="\n", end="", file=sys.stderr)
-        if is_set("FLASH_EXT_STRICT") and (slow or warnings):
-            sys.exit("flash_ext: failed because of the above; FLASH_EXT_STRICT=0 lets it pass")
-        if slow:
-            print(f"flash_ext: warning: {SLOW}", file=sys.stderr)
+        logs = compile_and_link(folder, [*compiler, *nvcc], archs, host, [*link, *system])
+        slow = judge(logs)
         binary = Path(self.get_ext_fullpath("flash_ext._C"))
         binary.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(folder / "_C.abi3.so", binary)

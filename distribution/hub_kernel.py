@@ -28,12 +28,6 @@ if flash_ext.__version__ != __version__:
         f"this kernel is flash_ext {__version__}, and flash_ext {flash_ext.__version__} is imported"
         f" already, from {flash_ext.__file__}: a process can have one"
     )
-_HAS_KERNELS = any(_HERE.glob("flash_ext/_C.*.so"))
-if flash_ext.ops.cuda_missing and _HAS_KERNELS and _HERE not in Path(flash_ext.__file__).parents:
-    raise ImportError(
-        f"flash_ext is imported already, from {flash_ext.__file__}, and its CUDA kernels are"
-        f" {flash_ext.ops.cuda_missing}"
-    )
 
 from flash_ext import attention, attention_varlen, explain, flash_attn_interface  # noqa: E402,F401
 from flash_ext.flash_attn import *  # noqa: E402,F403

@@ -43,18 +43,19 @@ TYPES = {"OBJECT": "object", "TLS": "tls_object"}
 ABSENT = 'extern "C" { __attribute__((visibility("hidden"))) char __libc_single_threaded = 0; }\n'
 
 SYMBOL = re.compile(  # Num: Value Size Type Bind Vis Ndx Name@@Version
-    r"\s*\d+: \w+\s+\w+ (\w+)\s+(?:GLOBAL|WEAK|UNIQUE)\s+DEFAULT\s+\d+ ([^\s@]+)@*(\S*)"
+    r"^ *\d+: \w+ +\w+ (\w+) +(?:GLOBAL|WEAK|UNIQUE) +DEFAULT +\d+ ([^\s@]+)@*(\S*)", re.MULTILINE
 )
 
 
-def run(*command: str | Path, text: str | None = None) -> str:
-    return subprocess.run(
-        [*map(str, command)], input=text, check=True, capture_output=True, text=True
-    ).stdout.strip()
+def compiler(*arguments: str | Path, text: str = "") -> str:
+    command = [*shlex.split(os.environ.get("CXX", "c++")), *arguments]
+    return subprocess.check_output(command, input=text, text=True).strip()
 
 
-def compiler(*arguments: str | Path, text: str | None = None) -> str:
-    return run(*shlex.split(os.environ.get("CXX", "c++")), *arguments, text=text)
+def symbols_of(library: str | Path) -> list[tuple[str, str, str]]:
+    """(type, name, version) of each symbol that a library defines."""
+    command = ["readelf", "--dyn-syms", "-W", library]
+    return SYMBOL.findall(subprocess.check_output(command, text=True))
 
 
 def number(version: str) -> tuple[int, ...]:
@@ -65,29 +66,20 @@ def too_new(version: str) -> bool:
     return number(version) > NEWEST[version.rpartition("_")[0]]
 
 
-def symbols_of(library: str | Path, pattern: str) -> dict[str, dict[str, str]]:
-    """By name and version the type of the symbols that match."""
-    found: dict[str, dict[str, str]] = defaultdict(dict)
-    for line in run("readelf", "--dyn-syms", "-W", library).splitlines():
-        if match := SYMBOL.match(line):
-            kind, name, version = match.groups()
-            if re.fullmatch(pattern, f"{name}@{version}"):
-                found[name][version] = kind
-    return found
-
-
 def old_symbols(libraries: Iterable[str]) -> dict[str, dict[str, tuple[str, str]]]:
     """By library of the old system and name: (version, type) of the symbols that it had."""
     kept: dict[str, dict[str, tuple[str, str]]] = defaultdict(dict)
     for library in libraries:
-        path = compiler(f"-print-file-name={library}")
-        for name, versions in symbols_of(path, r".*@(GLIBC|GLIBCXX|CXXABI|GCC)_[\d.]+").items():
-            if not (old := [x for x in versions if not too_new(x)]):
-                continue
-            moved = MOVED.items() if len(old) < len(versions) else ()
-            home = next((so for prefix, so in moved if name.startswith(prefix)), library)
-            version = max(old, key=number)
-            kept[home][name] = version, versions[version]
+        types: dict[str, dict[str, str]] = defaultdict(dict)  # by name and version
+        for kind, name, version in symbols_of(compiler(f"-print-file-name={library}")):
+            if re.fullmatch(r"(GLIBC|GLIBCXX|CXXABI|GCC)_[\d.]+", version):
+                types[name][version] = kind
+        for name, versions in types.items():
+            if old := [x for x in versions if not too_new(x)]:
+                moved = MOVED.items() if len(old) < len(versions) else ()
+                home = next((so for prefix, so in moved if name.startswith(prefix)), library)
+                version = max(old, key=number)
+                kept[home][name] = version, versions[version]
     return kept
 
 
@@ -120,7 +112,7 @@ def link_flags(folder: Path, machine: str, libtorch: Path) -> list[str]:
     if machine not in LOADERS:
         raise SystemExit(f"flash_ext: FLASH_EXT_PORTABLE=1 is not for {machine}")
     folder.mkdir(parents=True, exist_ok=True)
-    stable = symbols_of(libtorch, r"(aoti_)?torch_\w+@")
+    stable = [x for _, x, _ in symbols_of(libtorch) if re.fullmatch(r"(aoti_)?torch_\w+", x)]
     make_stand_in(folder, "libtorch_cpu.so", dict.fromkeys(stable, ("", "FUNC")))
     make_stand_in(folder, "libtorch.so", {})
     symbols = old_symbols((*LIBRARIES, LOADERS[machine]))
