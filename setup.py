@@ -36,7 +36,6 @@ import manylinux  # noqa: E402
 STABLE_ABI = "0x020b000000000000"  # torch 2.11, the oldest that the binary must load under
 # Designated initializers leave out what has a default. -Wrestrict is about GCC 12's own string.
 WARNINGS = ("-Wall", "-Wextra", "-Wno-missing-field-initializers", "-Wno-restrict")
-JOBS = int(os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0)))  # files at once
 # 12.5 has cudaGetDriverEntryPointByVersion. Up to 12.8 ptxas serializes the matmuls of fa3
 # (docs/notes/024-nvcc-versions.md).
 OLDEST_NVCC = {"80": (12, 5), "90a": (12, 9)}
@@ -142,6 +141,11 @@ def check_torch():
     return torch
 
 
+def jobs() -> int:
+    """How many files are compiled at once."""
+    return int(os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0)))
+
+
 def flags_of(
     archs: str, release: str, home: Path, torch_home: Path, libraries: Path, portable: bool
 ) -> tuple[list[str], list[str], list[str]]:
@@ -168,7 +172,7 @@ def flags_of(
         # The host's part; nvcc optimizes kernels by itself.
         f"-Xcompiler=-O1,-fPIC,-fvisibility=hidden,{','.join(WARNINGS)}",
         # With few jobs two targets of a file at a time only take turns.
-        f"--threads={os.environ.get('NVCC_THREADS') or (1 if JOBS < 16 else 2)}",
+        f"--threads={os.environ.get('NVCC_THREADS') or (1 if jobs() < 16 else 2)}",
     ]
     host = [
         *common,
@@ -248,7 +252,7 @@ def compile_and_link(
     ninja = shutil.which("ninja") or shutil.which("ninja", path=Path(sys.executable).parent)
     if ninja is None:
         sys.exit("flash_ext: building the CUDA kernels needs ninja; use: pip install ninja")
-    ninja_command = [ninja, "-j", str(JOBS), "-f", str(folder / "build.ninja")]
+    ninja_command = [ninja, "-j", str(jobs()), "-f", str(folder / "build.ninja")]
     environment = {"NINJA_STATUS": "[%f/%t, %e s] "} | os.environ
     if subprocess.run(ninja_command, cwd=ROOT, env=environment).returncode:
         sys.exit("flash_ext: the CUDA kernels did not compile, see above")
@@ -333,10 +337,7 @@ class BuildPackage(build_py):
             shutil.rmtree(package, ignore_errors=True)
         super().run()
         if WHY_NO_KERNELS:
-            said = (
-                f"flash_ext: {WHY_NO_KERNELS}: the CUDA kernels are not built, the CPU kernels work"
-            )
-            print(said, file=sys.stderr)
+            print(f"flash_ext: the CUDA kernels are not built: {WHY_NO_KERNELS}", file=sys.stderr)
             (package / "_C.missing.txt").write_text(WHY_NO_KERNELS)
 
 
