@@ -4,11 +4,7 @@ The binary uses only libtorch's stable ABI and defines no Python module (it is l
 torch.ops.load_library), so one build serves every Python >= 3.10 and torch >= 2.11, CPU-only
 torch included. Without nvcc the package installs pure, with the CPU kernels. The reason goes into
 flash_ext/_C.missing.txt: pip hides what a build prints, so `flash_ext.explain` and the first call
-on a GPU say it.
-
-Beside the binary goes flash_ext/_C.json: its version, source digest, targets, CUDA, size and
-checksum, which flash_ext.explain shows. The version itself is in flash_ext/__init__.py and nowhere
-else.
+on a GPU say it. Beside a binary goes its record, flash_ext/_C.json.
 
 docs/install.md has the environment variables that change a build.
 """
@@ -118,12 +114,12 @@ def check_nvcc(home: Path, archs: str) -> str:
     hopper = "90a" in archs
     oldest = OLDEST_NVCC["90a" if hopper else "80"]
     if tuple(map(int, release.split("."))) < oldest:
+        less = ", FLASH_EXT_CUDA_ARCHS=80+PTX" if hopper else ""
         sys.exit(
             f"flash_ext: {home}/bin/nvcc is of CUDA {release}, and the kernels"
             f"{' for Hopper GPUs' if hopper else ''} need {oldest[0]}.{oldest[1]} or newer; set"
-            ' CUDA_HOME (pip install "cuda-toolkit[nvcc,cccl]" has one)'
-            f"{', FLASH_EXT_CUDA_ARCHS=80+PTX without these' if hopper else ''}, or"
-            " FLASH_EXT_SKIP_CUDA=1 to install without the CUDA kernels"
+            f' CUDA_HOME (pip install "cuda-toolkit[nvcc,cccl]" has one){less} or'
+            " FLASH_EXT_SKIP_CUDA=1"
         )
     return release
 
@@ -133,9 +129,7 @@ def check_torch():
     try:
         import torch
     except ImportError:
-        sys.exit(
-            "flash_ext: the CUDA kernels need your torch; use pip install --no-build-isolation"
-        )
+        sys.exit("flash_ext: the build needs your torch; use: pip install --no-build-isolation .")
     if torch.__version__ < (2, 11):
         sys.exit(f"flash_ext: torch must be 2.11 or newer, got {torch.__version__}")
     return torch
@@ -243,8 +237,7 @@ def compile_and_link(
         objects=" ".join(map(path, objects)),
     )
     for target, (source, tool) in zip(objects, tools.items(), strict=True):
-        text += f"build {path(target)} | {path(target)}.log: compile {source}\n"
-        text += f"  tool = {command(tool)}\n"
+        text += f"build {path(target)}: compile {source}\n  tool = {command(tool)}\n"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "build.ninja").write_text(text)
     sys.stdout.flush()
