@@ -32,7 +32,7 @@ import nox
 ROOT = Path(__file__).resolve().parent
 sys.path[:0] = [str(ROOT / "distribution"), str(ROOT / "benchmarks")]
 import common  # noqa: E402
-from release import RECORD, content_checksum, sdist_path, wheel_path  # noqa: E402
+from release import DIST, RECORD, content_checksum, wheel_path  # noqa: E402
 
 PYPROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 ROWS = PYPROJECT["tool"]["flash_ext"]["compat"]
@@ -90,7 +90,8 @@ def unpacked_sdist(folder: Path) -> Path:
     """The sdist, unpacked in folder/source."""
     source = folder / "source"
     shutil.rmtree(source, ignore_errors=True)
-    with tarfile.open(sdist_path()) as archive:
+    (sdist,) = DIST.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
         archive.extractall(folder)
         (folder / archive.getnames()[0].partition("/")[0]).rename(source)
     return source

@@ -21,8 +21,9 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from release import DIST, RECORD, ROOT, version, wheel_path
+from release import DIST, RECORD, ROOT, wheel_path
 
+Json = dict[str, Any]
 METADATA = {
     "name": "flash-ext",
     "version": 1,  # one number, raised when callers must change something
@@ -49,12 +50,11 @@ def architectures(targets: str) -> list[str]:
     return re.findall(r"\d+\.\d\w*(?:\+PTX)?", re.sub(r"(\d+)(\d)", r"\1.\2", targets))
 
 
-def write_variant(package: Path, variant: Path, backend: dict[str, Any], *without: str) -> None:
-    """One variant, without the files of these patterns."""
+def write_variant(kernel: str, package: Path, variant: Path, backend: Json, *without: str) -> None:
+    """One variant: the text of its __init__.py, and the package without files of some patterns."""
     ignored = shutil.ignore_patterns("__pycache__", *without)
     shutil.copytree(package, variant / "flash_ext", ignore=ignored)
-    text = (ROOT / "distribution/hub_kernel.py").read_text().replace('"VERSION"', f'"{version()}"')
-    (variant / "__init__.py").write_text(text)
+    (variant / "__init__.py").write_text(kernel)
     files = {
         path.relative_to(variant).as_posix(): base64.b64encode(
             hashlib.sha256(path.read_bytes()).digest()
@@ -68,15 +68,15 @@ def write_variant(package: Path, variant: Path, backend: dict[str, Any], *withou
     (variant / "metadata.json").write_text(json.dumps(metadata, indent=1) + "\n")
 
 
-def make(package: Path, record: dict[str, Any], folder: Path) -> None:
+def make(package: Path, record: Json, folder: Path) -> None:
     """The whole layout, of a package with the library that the record tells of."""
-    cuda = record["cuda"].replace(".", "")
+    kernel = (ROOT / "distribution/hub_kernel.py").read_text().replace("VERSION", record["version"])
     backend = {"type": "cuda", "archs": architectures(record["targets"])}
+    name = f"torch-stable-abi211-cu{record['cuda'].replace('.', '')}-x86_64-linux"
     shutil.rmtree(folder, ignore_errors=True)
-    variant = folder / f"build/torch-stable-abi211-cu{cuda}-x86_64-linux"
-    write_variant(package, variant, backend)
-    write_variant(package, folder / "build/torch-cpu", {"type": "cpu"}, "_C.*")
-    (folder / "README.md").write_text(CARD.format(**record | {"version": version()}))
+    write_variant(kernel, package, folder / "build" / name, backend)
+    write_variant(kernel, package, folder / "build/torch-cpu", {"type": "cpu"}, "_C.*")
+    (folder / "README.md").write_text(CARD.format(**record))
 
 
 if __name__ == "__main__":

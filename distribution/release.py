@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-import re
 import sys
 import zipfile
 from collections.abc import Iterator
@@ -31,18 +30,9 @@ RECORD = "flash_ext/_C.json"
 MAX_BYTES = 12_000_000
 
 
-def version() -> str:
-    text = (ROOT / "flash_ext/__init__.py").read_text()
-    return re.findall(r'^__version__ = "(.+)"$', text, re.MULTILINE)[0]
-
-
 def wheel_path(machine: str = platform.machine()) -> Path:
-    path = DIST / f"flash_ext-{version()}-cp310-abi3-manylinux_2_28_{machine}.whl"
-    return path if path.is_file() else sys.exit(f"there is no {path.name}: run make wheel")
-
-
-def sdist_path() -> Path:
-    return DIST / f"flash_ext-{version()}.tar.gz"
+    found = sorted(DIST.glob(f"flash_ext-*-manylinux_2_28_{machine}.whl"))
+    return found[-1] if found else sys.exit(f"there is no wheel for {machine}: run make wheel")
 
 
 def content_checksum(wheel: Path) -> str:

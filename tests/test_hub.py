@@ -21,6 +21,7 @@ import flash_ext
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = Path(flash_ext.__file__).resolve().parent
 RECORDED = {"targets": "80+PTX;90a", "cuda": "13.0", "digest": "0" * 16}
+RECORDED |= {"version": flash_ext.__version__}
 CUDA_VARIANT = "torch-stable-abi211-cu130-x86_64-linux"
 
 sys.path.insert(0, str(ROOT / "distribution"))
