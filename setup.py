@@ -264,7 +264,7 @@ def judge(logs: list[Path]) -> list[str]:
     (ROOT / "build/ptxas.log").write_text(text)
     lines = text.splitlines()
     shown = [line for line in lines if SLOW.search(line) or not STATISTICS.search(line)]
-    print(*shown, sep="\n", file=sys.stderr)
+    sys.stderr.writelines(f"{line}\n" for line in shown)
     # One line a kernel: of a spill ptxas says twice that there is local memory.
     said = {(re.findall("'(.+)'", line) or [line])[0]: line for line in lines if SLOW.search(line)}
     slow = sorted(said.values())
