@@ -7,6 +7,7 @@
 
 PYTHON ?= $(shell command -v python3 || command -v python)
 TEST_JOBS ?= 2
+SOAK ?= 80
 ARGS ?=
 
 folder_of = $(shell dirname "$$(command -v "$(1)")")
@@ -27,11 +28,11 @@ export FLASH_EXT_STRICT ?= 1
 export PATH := $(SCRIPTS):$(PATH)
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: help demo test lint format build gpu-test soak sanitize bench report docs wheel \
-    check-wheel hub compat release clean
+.PHONY: help demo test lint format build gpu-test soak sanitize bench report docs sdist \
+    wheel check-wheel hub compat release clean
 
 help:
-	@sed -n 's/^## /make /p' Makefile
+	@sed -nE 's/^## /make /p; s/^([a-z-]+:).*  ## /make \1 /p' Makefile
 
 # Prints the folders of packages of a Python whose torch is new enough.
 SHARED = import sys; from importlib.metadata import version; \
@@ -50,25 +51,18 @@ SHARED = import sys; from importlib.metadata import version; \
 	$(PY) -m pip install -q --group dev
 	@touch $@
 
-.venv/release: .venv/ready
-	$(PY) -m pip install -q --group release
+.venv/release .venv/docs: .venv/ready
+	$(PY) -m pip install -q --group $(@F)
 	@touch $@
 
-.venv/docs: .venv/ready
-	$(PY) -m pip install -q --group docs
-	@touch $@
-
-## demo          train a small GPT through flash_ext and through standard attention
-demo: $(READY)
+demo: $(READY)  ## train a small GPT through flash_ext and through standard attention
 	@if $(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then $(MAKE) FLASH_EXT_STRICT=0 build; fi
 	$(PY) examples/train_gpt.py $(ARGS)
 
-## test          build, lint and run the tests that need no GPU
-test: lint build
+test: lint build  ## build, lint and run the tests that need no GPU
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(TEST_JOBS) -m "not gpu" $(ARGS)
 
-## lint          formatting, lint, types, words and the layers of csrc/
-lint: $(READY)
+lint: $(READY)  ## formatting, lint, types, words and the layers of csrc/
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m mypy
@@ -76,50 +70,45 @@ lint: $(READY)
 	$(PY) docs/lint_words.py
 	$(PY) -m pytest -q --noconftest tests/test_layers.py
 
-## format        format everything
-format: $(READY)
+format: $(READY)  ## format everything
 	$(PY) -m ruff format .
 	$(PY) -m ruff check --fix .
 	clang-format -i $$(find csrc tests -name '*.cpp' -o -name '*.cu*' -o -name '*.h')
 
-## build         compile the CUDA kernels in place (flash_ext/_C.abi3.so)
-build: $(READY)
+build: $(READY)  ## compile the CUDA kernels in place (flash_ext/_C.abi3.so)
 	$(PY) setup.py -q build_ext --inplace
 
-## gpu-test      run the GPU tests; writes benchmarks/results/<gpu>/tests.json
-gpu-test: build
+gpu-test: build  ## run the GPU tests; writes benchmarks/results/<gpu>/tests.json
 	$(PY) tests/gpu_suite.py $(ARGS)
 
-## soak          random problems on the GPU, four minutes of them (SOAK=80: a variant's seconds)
-SOAK ?= 80
-soak: build
+soak: build  ## random problems on the GPU, four minutes of them (SOAK=80: a variant's seconds)
 	$(PY) -m pytest tests/test_soak.py --soak $(SOAK) -m gpu -s -o faulthandler_timeout=0 $(ARGS)
 
-## sanitize      run the kernels under compute-sanitizer
-sanitize: build
+sanitize: build  ## run the kernels under compute-sanitizer
 	PYTHON=$(PY) bash tests/sanitize.sh $(ARGS)
 
-## bench         measure again on the GPU what the documents show (ARGS=--record: into benchmarks/results)
-## bench BENCH=compare   one of benchmarks/ (ARGS=--help: how), or memory, train, options, ...
-bench: build
+## bench BENCH=compare: one of benchmarks/ (ARGS=--help: how), or memory, train, options, ...
+bench: build  ## measure what the documents show (ARGS=--record: into benchmarks/results)
 	$(if $(BENCH),$(PY) benchmarks/$(BENCH).py,PYTHON=$(PY) bash benchmarks/everything.sh) $(ARGS)
 
-## report        put the measured tables and figures into README.md and docs/
-report: $(READY)
+report: $(READY)  ## put the measured tables and figures into README.md and docs/
 	cd benchmarks && $(PY) -m report $(ARGS)
 
-## docs          the documents and the API, from docstrings, as a site in build/site
-docs: $(DOCS_READY)
+docs: $(DOCS_READY)  ## the documents and the API, from docstrings, as a site in build/site
 	$(PY) -m mkdocs build --strict
 
-## wheel         the wheel and the sdist, checked (LIBRARY=_C.abi3.so: of a library that exists)
-## wheel MACHINE=aarch64   the wheel for another machine, by a cross compiler (docs/install.md)
-# The same bytes every time: the times in zip files begin in 1980.
-wheel check-wheel release: export SOURCE_DATE_EPOCH = 315532800
+DIST ?= dist
+sdist: $(READY)  ## only the sdist, with the same bytes on every machine (DIST=dist: where to)
+	rm -rf *.egg-info build/sdist $(DIST)/*.tar.gz
+	$(PY) setup.py -q sdist -d build/sdist
+	cd build/sdist && tar -xzf *.tar.gz && tar -I 'gzip -n' -cf $$(ls *.tar.gz) --sort=name \
+	    --mtime=@0 --owner=0 --group=0 --numeric-owner --mode=u=rwX,go=rX */
+	mkdir -p $(DIST) && mv build/sdist/*.tar.gz $(DIST)
+
+## wheel MACHINE=aarch64: the wheel for another machine, by a cross compiler (docs/install.md)
 HERE := $(shell uname -m)
 MACHINE ?= $(HERE)
 PLATFORM = manylinux_2_28_$(MACHINE)
-LIBRARY ?=
 ifneq ($(MACHINE),$(HERE))
 # The CUDA runtime for that machine is from pip, or, with PY, from the toolkit's target.
 CROSS = _PYTHON_HOST_PLATFORM=linux-$(MACHINE) CC=$(MACHINE)-linux-gnu-g++ \
@@ -129,44 +118,43 @@ build/$(MACHINE): $(READY)
 	$(PY) -m pip install -q --no-deps --only-binary=:all: --platform manylinux2014_$(MACHINE) \
 	    --upgrade --target $@ --group cross
 endif
-wheel: $(RELEASE_READY)
-	rm -f dist/*.tar.gz dist/*$(PLATFORM).whl
-	$(PY) -m build --no-isolation --sdist
-	FLASH_EXT_LIBRARY="$(LIBRARY)" FLASH_EXT_PORTABLE=1 $(CROSS) \
+# The same bytes every time: the times in zip files begin in 1980.
+wheel: export SOURCE_DATE_EPOCH = 315532800
+wheel: $(RELEASE_READY) sdist  ## the wheel and the sdist, checked
+	rm -f dist/*$(PLATFORM).whl
+	FLASH_EXT_PORTABLE=1 $(CROSS) \
 	    $(PY) -m build --no-isolation --wheel -C=--build-option=--plat-name=$(PLATFORM)
 	$(MAKE) check-wheel
 
-## check-wheel   only the checks of it
-check-wheel: $(RELEASE_READY)
+# auditwheel adds the platform that it finds to the name: its --plat knows only this machine's. It
+# would also add a library that the platform lacks to the wheel, and check_wheel_contents finds that.
+check-wheel: $(RELEASE_READY)  ## only the checks of it
 	rm -rf build/audited
-# auditwheel adds the platform that it finds to the name. Its --plat knows only this machine's.
 	$(PY) -m auditwheel repair --plat auto -w build/audited \
 	    --exclude libtorch.so --exclude libtorch_cpu.so dist/*$(PLATFORM).whl
 	! ls build/audited | grep -E '_2_(29|[3-9][0-9])_'
 	$(PY) -m abi3audit --strict dist/*$(PLATFORM).whl
-	$(PY) -m check_wheel_contents dist/*$(PLATFORM).whl
+	$(PY) -m check_wheel_contents build/audited
 	$(PY) -m twine check --strict dist/*.tar.gz dist/*$(PLATFORM).whl
-	$(PY) distribution/artifacts.py $(MACHINE)
+	$(PY) distribution/release.py $(MACHINE)
 
-## hub           dist/hub, for Hugging Face's kernels, from the wheel
-hub: $(READY)
+hub: $(READY)  ## dist/hub, for Hugging Face's kernels, from the wheel
 	$(PY) distribution/make_hub.py $(ARGS)
 
-## compat        the wheel under each torch and Python, its source under each nvcc, by nox
-compat: $(RELEASE_READY)
+compat: $(RELEASE_READY)  ## the wheel under each torch and Python, its source under each nvcc, by nox
 	$(PY) -m nox $(ARGS)
 	cd benchmarks && $(PY) -m report
 
-## release       the checklist of a release: refuses if something is missing
-release: lint check-wheel hub
+release: lint check-wheel hub  ## the checklist of a release: refuses if something is missing
 	$(MAKE) check-wheel MACHINE=aarch64
 	@test -z "$$(git status --porcelain)" || { git status --short; echo "not committed"; exit 1; }
+	! grep -i '^## .*unreleased' CHANGELOG.md
 	cd benchmarks && $(PY) -m report --check
-	$(PY) -m build --no-isolation --sdist -o build/again && cmp build/again/*.tar.gz dist/*.tar.gz
+	$(MAKE) sdist DIST=build/again && cmp build/again/*.tar.gz dist/*.tar.gz
 	$(PY) distribution/release.py
 	cd dist && sha256sum *.whl *.tar.gz > SHA256SUMS
+	@echo "ready. Tag the commit, push the tag, and upload dist/*.whl, dist/*.tar.gz and dist/hub."
 
-## clean         remove what was built
-clean:
+clean:  ## remove what was built
 	rm -rf build dist *.egg-info flash_ext/_C.* .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -32,7 +32,7 @@ import nox
 ROOT = Path(__file__).resolve().parent
 sys.path[:0] = [str(ROOT / "distribution"), str(ROOT / "benchmarks")]
 import common  # noqa: E402
-from artifacts import RECORD, content_checksum, sdist_path, wheel_path  # noqa: E402
+from release import DIST, RECORD, content_checksum, wheel_path  # noqa: E402
 
 PYPROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 ROWS = PYPROJECT["tool"]["flash_ext"]["compat"]
@@ -90,7 +90,8 @@ def unpacked_sdist(folder: Path) -> Path:
     """The sdist, unpacked in folder/source."""
     source = folder / "source"
     shutil.rmtree(source, ignore_errors=True)
-    with tarfile.open(sdist_path()) as archive:
+    (sdist,) = DIST.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
         archive.extractall(folder)
         (folder / archive.getnames()[0].partition("/")[0]).rename(source)
     return source
@@ -158,9 +159,7 @@ def nvcc(session: nox.Session, release: str) -> None:
         session.chdir(source)
         changed = {"CUDA_HOME": str(home), "FLASH_EXT_CUDA_ARCHS": "80+PTX;90a"}
         session.run(sys.executable, "setup.py", "build", env=changed | {"FLASH_EXT_STRICT": "0"})
-        records = [json.loads(x.read_text()) for x in source.rglob("*.ptxas.json")]
-        # A function without registers is called by kernels.
-        facts["kernels"] = sum("registers" in x for record in records for x in record["kernels"])
+        facts["kernels"] = (source / "build/ptxas.log").read_text().count("Function properties")
         (library,) = source.glob(f"build/lib*/{RECORD}")
         facts["slow_kernels"] = json.loads(library.read_text())["slow_kernels"]
         if not facts["kernels"] or facts["slow_kernels"]:

@@ -16,21 +16,21 @@ import hashlib
 import json
 import re
 import shutil
-import sys
 import tempfile
 import zipfile
 from pathlib import Path
 from typing import Any
 
-from artifacts import DIST, RECORD, ROOT, version, wheel_path
+from release import DIST, RECORD, ROOT, wheel_path
 
-HUB = DIST / "hub"
-NAME = "flash-ext"
-REVISION = 1
-"""The version of the kernel on the hub: one number, raised when callers must change something."""
-KERNELS = "0.17.0"
-"""The oldest release of `kernels` that knows variants of the stable ABI."""
-
+Json = dict[str, Any]
+METADATA = {
+    "name": "flash-ext",
+    "version": 1,  # one number, raised when callers must change something
+    "kernels-minver": "0.17.0",  # the oldest that knows variants of the stable ABI
+    "license": "MIT",
+    "python-depends": [],
+}
 CARD = """---
 license: mit
 library_name: kernels
@@ -47,69 +47,39 @@ flash_ext {version}, source {digest}, for {targets}, CUDA {cuda}.
 
 def architectures(targets: str) -> list[str]:
     """Turns "80+PTX;90a" into ["8.0+PTX", "9.0a"], as `kernels` writes them."""
-    found = []
-    for target in re.split(r"[;,\s]+", targets.strip("; ,")):  # as setup.py takes them
-        number = target.rstrip("af+PTX")
-        found.append(f"{number[:-1]}.{number[-1]}{target[len(number) :]}")
-    return found
+    return re.findall(r"\d+\.\d\w*(?:\+PTX)?", re.sub(r"(\d+)(\d)", r"\1.\2", targets))
 
 
-def checksums(variant: Path) -> dict[str, str]:
-    """SHA-256 in base64 of every file of a variant but metadata.json, by path."""
-    return {
+def write_variant(kernel: str, package: Path, variant: Path, backend: Json, *without: str) -> None:
+    """One variant: the text of its __init__.py, and the package without files of some patterns."""
+    ignored = shutil.ignore_patterns("__pycache__", *without)
+    shutil.copytree(package, variant / "flash_ext", ignore=ignored)
+    (variant / "__init__.py").write_text(kernel)
+    files = {
         path.relative_to(variant).as_posix(): base64.b64encode(
             hashlib.sha256(path.read_bytes()).digest()
         ).decode()
         for path in sorted(variant.rglob("*"))
-        if path.is_file() and path.name != "metadata.json"
+        if path.is_file()
     }
-
-
-def write_variant(package: Path, variant: Path, record: dict[str, Any] | None) -> None:
-    """One variant: of the library that the record tells of, or without it."""
-    ignored = shutil.ignore_patterns("__pycache__", *([] if record else ["_C.*"]))
-    shutil.copytree(package, variant / "flash_ext", ignore=ignored)
-    text = (ROOT / "distribution/hub_kernel.py").read_text().replace('"VERSION"', f'"{version()}"')
-    (variant / "__init__.py").write_text(text)
-    files = checksums(variant)
     unique = hashlib.sha256(json.dumps(files).encode()).hexdigest()[:10]
-    backend: dict[str, Any] = {"type": "cpu"}
-    if record:
-        backend = {"type": "cuda", "archs": architectures(record["targets"])}
-    metadata = {
-        "id": f"flash_ext_{unique}",
-        "name": NAME,
-        "version": REVISION,
-        "kernels-minver": KERNELS,
-        "license": "MIT",
-        "python-depends": [],
-        "backend": backend,
-        "digest": {"algorithm": "sha256", "files": files},
-    }
+    metadata = {"id": f"flash_ext_{unique}", **METADATA, "backend": backend}
+    metadata |= {"digest": {"algorithm": "sha256", "files": files}}
     (variant / "metadata.json").write_text(json.dumps(metadata, indent=1) + "\n")
 
 
-def make(package: Path, record: dict[str, Any], folder: Path) -> None:
+def make(package: Path, record: Json, folder: Path) -> None:
     """The whole layout, of a package with the library that the record tells of."""
-    for name in ("targets", "cuda", "digest"):
-        if not record.get(name):
-            raise SystemExit(f"the library does not record its {name}: build it with this setup.py")
-    cuda = "".join(record["cuda"].split(".")[:2])
+    kernel = (ROOT / "distribution/hub_kernel.py").read_text().replace("VERSION", record["version"])
+    backend = {"type": "cuda", "archs": architectures(record["targets"])}
+    name = f"torch-stable-abi211-cu{record['cuda'].replace('.', '')}-x86_64-linux"
     shutil.rmtree(folder, ignore_errors=True)
-    write_variant(package, folder / f"build/torch-stable-abi211-cu{cuda}-x86_64-linux", record)
-    write_variant(package, folder / "build/torch-cpu", None)
-    (folder / "README.md").write_text(CARD.format(**record | {"version": version()}))
-
-
-def main() -> None:
-    path = wheel_path("x86_64")
-    if not path.is_file():
-        sys.exit(f"there is no {path}: run make wheel")
-    with tempfile.TemporaryDirectory() as unpacked, zipfile.ZipFile(path) as wheel:
-        wheel.extractall(unpacked)
-        make(Path(unpacked, "flash_ext"), json.loads(wheel.read(RECORD)), HUB)
-    print(*sorted(HUB.glob("build/*")), sep="\n")
+    write_variant(kernel, package, folder / "build" / name, backend)
+    write_variant(kernel, package, folder / "build/torch-cpu", {"type": "cpu"}, "_C.*")
+    (folder / "README.md").write_text(CARD.format(**record))
 
 
 if __name__ == "__main__":
-    main()
+    with tempfile.TemporaryDirectory() as unpacked, zipfile.ZipFile(wheel_path("x86_64")) as wheel:
+        wheel.extractall(unpacked)
+        make(Path(unpacked, "flash_ext"), json.loads(wheel.read(RECORD)), DIST / "hub")

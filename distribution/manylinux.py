@@ -19,6 +19,8 @@ import os
 import re
 import shlex
 import subprocess
+from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 
 LOADERS = {"x86_64": "ld-linux-x86-64.so.2", "aarch64": "ld-linux-aarch64.so.1"}
@@ -34,18 +36,26 @@ MOVED = {"dl": "libdl.so.2", "pthread_": "libpthread.so.0", "sem_": "libpthread.
          "shm_": "librt.so.1"}  # fmt: skip
 """The libraries of the symbols that glibc 2.34 moved to libc, by their prefix."""
 
+TYPES = {"OBJECT": "object", "TLS": "tls_object"}
+"""The assembler's types of symbols by readelf's; the others are functions."""
+
 # The headers of a newer glibc tell libstdc++ that this exists. 0: there may be threads.
 ABSENT = 'extern "C" { __attribute__((visibility("hidden"))) char __libc_single_threaded = 0; }\n'
 
-
-def run(*command: str | Path, text: str | None = None) -> str:
-    return subprocess.run(
-        [*map(str, command)], input=text, check=True, capture_output=True, text=True
-    ).stdout.strip()
+SYMBOL = re.compile(  # Num: Value Size Type Bind Vis Ndx Name@@Version
+    r"^ *\d+: \w+ +\w+ (\w+) +(?:GLOBAL|WEAK|UNIQUE) +DEFAULT +\d+ ([^\s@]+)@*(\S*)", re.MULTILINE
+)
 
 
-def compiler(*arguments: str | Path, text: str | None = None) -> str:
-    return run(*shlex.split(os.environ.get("CXX", "c++")), *arguments, text=text)
+def compiler(*arguments: str | Path, text: str = "") -> str:
+    command = [*shlex.split(os.environ.get("CXX", "c++")), *arguments]
+    return subprocess.check_output(command, input=text, text=True).strip()
+
+
+def symbols_of(library: str | Path) -> list[tuple[str, str, str]]:
+    """(type, name, version) of each symbol that a library defines."""
+    command = ["readelf", "--dyn-syms", "-W", library]
+    return SYMBOL.findall(subprocess.check_output(command, text=True))
 
 
 def number(version: str) -> tuple[int, ...]:
@@ -56,66 +66,42 @@ def too_new(version: str) -> bool:
     return number(version) > NEWEST[version.rpartition("_")[0]]
 
 
-def symbols_of(library: str | Path, pattern: str) -> dict[str, list[tuple[str, str, bool]]]:
-    """By name the versions of a symbol that match: (version, type, whether the linker takes it)."""
-    found: dict[str, list[tuple[str, str, bool]]] = {}
-    for line in run("readelf", "--dyn-syms", "-W", library).splitlines():
-        # Num: Value Size Type Bind Vis Ndx Name@@Version
-        match = re.match(
-            r"\s*\d+: \w+\s+\w+ (\w+)\s+(?:GLOBAL|WEAK|UNIQUE)\s+DEFAULT\s+\d+ ([^\s@]+)(@*)(\S*)",
-            line,
-        )
-        if match and re.fullmatch(pattern, f"{match[2]}@{match[4]}"):
-            found.setdefault(match[2], []).append((match[4], match[1], match[3] == "@@"))
-    return found
-
-
-def chosen(library: str) -> dict[str, list[tuple[str, str, str]]]:
-    """By library of the old system (name, version, type) of the symbols that it had."""
-    kept: dict[str, list[tuple[str, str, str]]] = {}
-    path = compiler(f"-print-file-name={library}")
-    for name, versions in symbols_of(path, r".*@(GLIBC|GLIBCXX|CXXABI|GCC)_[\d.]+").items():
-        old = [(number(v), v, kind) for v, kind, _ in versions if not too_new(v)]
-        if not old:
-            continue
-        home = library
-        if any(too_new(v) and default for v, _, default in versions):
-            home = next((so for prefix, so in MOVED.items() if name.startswith(prefix)), library)
-        _, version, kind = max(old)
-        kept.setdefault(home, []).append((name, version, kind))
+def old_symbols(libraries: Iterable[str]) -> dict[str, dict[str, tuple[str, str]]]:
+    """By library of the old system and name: (version, type) of the symbols that it had."""
+    kept: dict[str, dict[str, tuple[str, str]]] = defaultdict(dict)
+    for library in libraries:
+        types: dict[str, dict[str, str]] = defaultdict(dict)  # by name and version
+        for kind, name, version in symbols_of(compiler(f"-print-file-name={library}")):
+            if re.fullmatch(r"(GLIBC|GLIBCXX|CXXABI|GCC)_[\d.]+", version):
+                types[name][version] = kind
+        for name, versions in types.items():
+            if old := [x for x in versions if not too_new(x)]:
+                moved = MOVED.items() if len(old) < len(versions) else ()
+                home = next((so for prefix, so in moved if name.startswith(prefix)), library)
+                version = max(old, key=number)
+                kept[home][name] = version, versions[version]
     return kept
 
 
-PLACES = {
-    "OBJECT": ('.data,"aw",@progbits', "object"),
-    "TLS": ('.tdata,"awT",@progbits', "tls_object"),
-}
-"""By a symbol's type in readelf: the section and the assembler's type; other types are code."""
-
-
-def make_stand_in(folder: Path, soname: str, symbols: list[tuple[str, str, str]]) -> Path:
+def make_stand_in(folder: Path, soname: str, symbols: dict[str, tuple[str, str]]) -> str:
     lines = []
-    for index, (name, version, kind) in enumerate(sorted(symbols)):
-        section, type_ = PLACES.get(kind, ('.text,"ax",@progbits', "function"))
+    for index, (name, (version, kind)) in enumerate(sorted(symbols.items())):
         label = f"s{index}" if version else name
         lines += [
-            f".section {section}",
+            '.section .tdata,"awT",@progbits' if kind == "TLS" else ".data",
             f".globl {label}",
-            f".type {label}, @{type_}",
+            f".type {label}, @{TYPES.get(kind, 'function')}",
             f"{label}: .quad 0",
-            f".size {label}, 8",
-            *([f".symver {label}, {name}@@{version}"] if version else []),
+            f".symver {label}, {name}@@{version}" if version else "",
         ]
-    versions = sorted({version for _, version, _ in symbols if version})
+    versions = sorted({version for version, _ in symbols.values() if version})
     script = folder / f"{soname}.map"
-    script.write_text("".join(f"{version} {{}};\n" for version in versions))
-    path = folder / soname
+    script.write_text("".join(f"{x} {{}};\n" for x in versions) or "{ *; };\n")
     compiler(
-        "-shared", "-nostdlib", f"-Wl,-soname,{soname}",
-        *([f"-Wl,--version-script,{script}"] if versions else []),
-        "-o", path, "-x", "assembler", "-", text="\n".join(lines) + "\n",
+        "-shared", "-nostdlib", f"-Wl,-soname,{soname},--version-script,{script}",
+        "-o", folder / soname, "-x", "assembler", "-", text="\n".join(lines) + "\n",
     )  # fmt: skip
-    return path
+    return str(folder / soname)
 
 
 def link_flags(folder: Path, machine: str, libtorch: Path) -> list[str]:
@@ -126,14 +112,11 @@ def link_flags(folder: Path, machine: str, libtorch: Path) -> list[str]:
     if machine not in LOADERS:
         raise SystemExit(f"flash_ext: FLASH_EXT_PORTABLE=1 is not for {machine}")
     folder.mkdir(parents=True, exist_ok=True)
-    stable = symbols_of(libtorch, r"(aoti_)?torch_\w+@").items()
-    make_stand_in(folder, "libtorch_cpu.so", [(name, "", x[0][1]) for name, x in stable])
-    make_stand_in(folder, "libtorch.so", [])
-    symbols: dict[str, list[tuple[str, str, str]]] = {}
-    for library in (*LIBRARIES, LOADERS[machine]):
-        for home, found in chosen(library).items():
-            symbols.setdefault(home, []).extend(found)
-    stand_ins = [str(make_stand_in(folder, so, found)) for so, found in symbols.items()]
+    stable = [x for _, x, _ in symbols_of(libtorch) if re.fullmatch(r"(aoti_)?torch_\w+", x)]
+    make_stand_in(folder, "libtorch_cpu.so", dict.fromkeys(stable, ("", "FUNC")))
+    make_stand_in(folder, "libtorch.so", {})
+    symbols = old_symbols((*LIBRARIES, LOADERS[machine]))
+    stand_ins = [make_stand_in(folder, so, found) for so, found in symbols.items()]
     absent = folder / "absent.o"
     compiler("-fPIC", "-c", "-x", "c++", "-", "-o", absent, text=ABSENT)
     # The static libstdc++ comes last: for what the stand-ins do not have.

@@ -1,70 +1,71 @@
-"""What a release needs beside the checks of `make release`, which runs this; nothing is uploaded.
+"""What a wheel and a release need that no tool checks; nothing is uploaded.
 
-    source   a section of CHANGELOG.md for the version, no such tag yet
+    python release.py aarch64   # by `make check-wheel`, after auditwheel and the other tools
+    python release.py           # by `make release`
+
+A wheel is of this source, without slow kernels, and at most 12 MB large. A release also needs:
+
     GPU      tests and sanitizers ran on a GPU with this very source (its digest), without a failure
     compat   each torch and Python is tested with this wheel, and so is a GPU; each nvcc builds its
              source; all are green
-
-It prints the commands that remain, or exits with the complaints.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-import re
-import subprocess
+import platform
 import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from artifacts import ROOT, content_checksum, sdist_path, version, wheel_path
-from manylinux import LOADERS
-
+ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
-import common  # noqa: E402
+import digest  # noqa: E402
 
-RESULTS = ROOT / "benchmarks/results"
-
-
-def source_complaints() -> Iterator[str]:
-    tag = ["git", "tag", "--list", f"v{version()}"]
-    if subprocess.check_output(tag, cwd=ROOT):
-        yield f"the tag v{version()} exists already: raise __version__ in flash_ext/__init__.py"
-    changelog = (ROOT / "CHANGELOG.md").read_text()
-    if not re.search(rf"^## {re.escape(version())}\b", changelog, re.MULTILINE):
-        yield f"CHANGELOG.md has no section of {version()}"
-    if re.search(r"^## \[?Unreleased", changelog, re.MULTILINE | re.IGNORECASE):
-        yield "CHANGELOG.md has unreleased changes: move them to the section of the version"
+DIST, RESULTS = ROOT / "dist", ROOT / "benchmarks/results"
+RECORD = "flash_ext/_C.json"
+MAX_BYTES = 12_000_000
 
 
-def gpu_complaints(results: Path, digest: str) -> Iterator[str]:
+def wheel_path(machine: str = platform.machine()) -> Path:
+    found = sorted(DIST.glob(f"flash_ext-*-manylinux_2_28_{machine}.whl"))
+    return found[-1] if found else sys.exit(f"there is no wheel for {machine}: run make wheel")
+
+
+def content_checksum(wheel: Path) -> str:
+    """SHA-256 of the package in a wheel, without the metadata and the README."""
+    content = hashlib.sha256()
+    with zipfile.ZipFile(wheel) as archive:
+        for name in sorted(x for x in archive.namelist() if x.startswith("flash_ext/")):
+            content.update(f"{hashlib.sha256(archive.read(name)).hexdigest()}  {name}\n".encode())
+    return content.hexdigest()
+
+
+def wheel_complaints(wheel: Path, source: str) -> Iterator[str]:
+    record = json.loads(zipfile.ZipFile(wheel).read(RECORD))
+    if wheel.stat().st_size > MAX_BYTES:
+        yield f"the wheel has {wheel.stat().st_size:,} bytes, more than {MAX_BYTES:,}"
+    if record["digest"] != source:
+        yield f"the library is of source {record['digest']}, not {source}"
+    yield from (f"a slow kernel: {x}" for x in record["slow_kernels"])
+
+
+def gpu_complaints(results: Path, source: str) -> Iterator[str]:
     """The missing reports from a GPU."""
     for name, command in (("tests", "gpu-test"), ("sanitizer", "sanitize")):
         found = [json.loads(path.read_text()) for path in results.glob(f"*/{name}.json")]
-        found = [run for run in found if run.get("digest") == digest]
+        found = [run for run in found if run.get("digest") == source]
         if not found:
-            yield f"no {name} of source {digest}: run make {command} on a GPU"
+            yield f"no {name} of source {source}: run make {command} on a GPU"
         for run in found:
             counts = run.get("counts", {"passed": 1, "failed": 0, "error": 0})
             ended = [run.get("exit_status", 0), counts["failed"], counts["error"]]
             ended += [tool["exit_status"] for tool in run.get("tools", {}).values()]
             if any(ended) or not counts["passed"]:
                 yield f"{name} failed on {run['device']}"
-
-
-def compat_complaints(found: dict[str, Any], wanted: str, names: list[str]) -> Iterator[str]:
-    """The missing rows of compat.json for the wheel whose package has this checksum."""
-    if found.get("wheel") != wanted:
-        yield "benchmarks/results/compat.json is of another wheel: run make compat"
-        return
-    for name in names:
-        row = found["rows"].get(name)
-        if row is None:
-            how = "nox -s gpu, on a GPU" if name == "gpu" else "make compat"
-            yield f"{name} is not tested: run {how}"
-        elif not row["green"]:
-            yield f"{name} is not green: {row.get('failed') or row}"
 
 
 def compat_names() -> list[str]:
@@ -77,22 +78,28 @@ def compat_names() -> list[str]:
     return [*torch, *(f"nvcc {x}" for x in rows["nvcc"]), "gpu"]
 
 
-def main() -> None:
-    digest = common.source_digest()
-    results = common.read_json(RESULTS / "compat.json") or {}
-    missing = [
-        *source_complaints(),
-        *gpu_complaints(RESULTS, digest),
-        *compat_complaints(results, content_checksum(wheel_path("x86_64")), compat_names()),
-    ]
-    if missing:
-        sys.exit("\n".join(["not released:", *missing]))
-    files = *map(wheel_path, LOADERS), sdist_path()
-    print("ready. Type:")
-    print(f"    git tag -a v{version()} -m 'flash_ext {version()}' && git push --tags")
-    print(f"    python -m twine upload {' '.join(f'dist/{x.name}' for x in files)}")
-    print("    upload dist/hub to the kernel repository")
+def compat_complaints(found: dict[str, Any], wanted: str, names: list[str]) -> Iterator[str]:
+    """The missing rows of compat.json for the wheel whose package has this checksum."""
+    if found["wheel"] != wanted:
+        yield "benchmarks/results/compat.json is of another wheel: run make compat"
+        return
+    for name in names:
+        row = found["rows"].get(name, {"green": False, "failed": "run make compat, or nox -s gpu"})
+        if not row["green"]:
+            yield f"{name} is not green: {row['failed']}"
+
+
+def main(machine: str = "") -> None:
+    source = digest.source_digest()
+    if machine:
+        found = list(wheel_complaints(wheel_path(machine), source))
+    else:
+        compat, wheel = json.loads((RESULTS / "compat.json").read_text()), wheel_path("x86_64")
+        found = list(gpu_complaints(RESULTS, source))
+        found += compat_complaints(compat, content_checksum(wheel), compat_names())
+    if found:
+        sys.exit("\n".join(f"WRONG: {x}" for x in found))
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -6,15 +6,15 @@ Makefile that works only in some folders.
 
 from __future__ import annotations
 
-import ast
+import contextlib
 import os
-import re
 import runpy
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -37,8 +37,10 @@ def source(tmp_path: Path) -> Path:
     folder = tmp_path / "source"
     ignored = shutil.ignore_patterns("_C.*", "__pycache__")
     shutil.copytree(ROOT / "flash_ext", folder / "flash_ext", ignore=ignored)
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, folder)
+    shutil.copytree(ROOT / "distribution", folder / "distribution", ignore=ignored)
+    (folder / "benchmarks").mkdir()
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "benchmarks/digest.py"):
+        shutil.copy(ROOT / name, folder / name)
     return folder
 
 
@@ -147,7 +149,6 @@ def test_an_nvcc_that_cannot_is_an_error(
 ) -> None:
     """Also that of conda, which has its headers elsewhere."""
     home = a_toolkit(tmp_path / "toolkit", headers, says)
-    shutil.copytree(ROOT / "benchmarks", source / "benchmarks", ignore=lambda *_: ["results"])
     done = subprocess.run(
         [sys.executable, "setup.py", "-q", "build"],
         cwd=source,
@@ -159,36 +160,25 @@ def test_an_nvcc_that_cannot_is_an_error(
     assert "Traceback" not in done.stderr
 
 
-def test_fa3_and_fp8_are_compiled_for_their_own_target_alone() -> None:
-    without_idle_targets = runpy.run_path(str(ROOT / "csrc/build/nvcc_strict.py"))[
-        "without_idle_targets"
-    ]
+@pytest.fixture
+def functions(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The functions of setup.py."""
+    monkeypatch.setattr("setuptools.setup", lambda **_: None)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return runpy.run_path(str(ROOT / "setup.py"))
+
+
+def test_fa3_and_fp8_are_compiled_for_their_own_target_alone(functions: dict[str, Any]) -> None:
     older = "-gencode=arch=compute_80,code=[sm_80,compute_80]"
     hopper = "-gencode=arch=compute_90a,code=sm_90a"
 
-    def targets(name: str, *wanted: str) -> list[str]:
-        command = ["nvcc", "-c", f"/fa3_/csrc/instantiate/{name}.cu", "-o", "fa3_x.o", *wanted]
-        left = without_idle_targets(command)
-        assert left[:5] == command[:5]
-        return left[5:]
+    def targets(name: str, archs: str) -> list[str]:
+        return functions["gencode_flags"](archs, Path("fa3_/csrc/instantiate", name))
 
-    assert targets("fa3_forward_wide", older, hopper) == [hopper]
-    assert targets("fa3_forward_wide", older) == [older]  # the launchers must be there
-    assert targets("fp8_quantize", older, hopper) == [hopper]
-    assert targets("fa2_wide", older, hopper) == [older, hopper]
-
-
-def of_setup(*names: str) -> dict:
-    """These functions and constants of setup.py."""
-    wanted = []
-    for x in ast.parse((ROOT / "setup.py").read_text()).body:
-        if isinstance(x, ast.Assign) and isinstance(x.targets[0], ast.Name):
-            wanted += [x] if x.targets[0].id in names else []
-        elif isinstance(x, ast.FunctionDef):
-            wanted += [x] if x.name in names else []
-    found: dict = {}
-    exec(compile(ast.Module(wanted, []), "setup.py", "exec"), found)
-    return found
+    assert targets("fa3_forward_wide.cu", "80+PTX;90a") == [hopper]
+    assert targets("fa3_forward_wide.cu", "80+PTX") == [older]  # the launchers must be there
+    assert targets("fp8_quantize.cu", " 90a, 80+PTX;") == [hopper]
+    assert targets("fa2_wide.cu", "80+PTX 90a") == [older, hopper]
 
 
 @pytest.mark.parametrize(
@@ -202,10 +192,13 @@ def of_setup(*names: str) -> dict:
         ("12.4", "80+PTX", "kernels need 12.5 or newer; .*cuda-toolkit.nvcc,cccl"),
     ],
 )
-def test_an_nvcc_that_is_too_old_for_a_target(release: str, targets: str, says: str | None) -> None:
+def test_an_nvcc_that_is_too_old_for_a_target(
+    release: str, targets: str, says: str | None, functions: dict[str, Any], tmp_path: Path
+) -> None:
     """Up to 12.8 it serializes the matmuls of fa3."""
-    why = of_setup("OLDEST_NVCC", "too_old")["too_old"](release, targets)
-    assert why is None if says is None else re.search(says, why)
+    home = a_toolkit(tmp_path, "include", f"echo release {release}, V{release}.1")
+    with contextlib.nullcontext() if says is None else pytest.raises(SystemExit, match=says):
+        assert functions["check_nvcc"](home, targets) == release
 
 
 @pytest.mark.parametrize(
@@ -220,11 +213,11 @@ def test_an_nvcc_that_is_too_old_for_a_target(release: str, targets: str, says: 
     ],
 )
 def test_a_build_is_for_the_gpus_that_are_there(
-    gpus: list[tuple[int, int]], portable: bool, targets: str
+    gpus: list[tuple[int, int]], portable: bool, targets: str, functions: dict[str, Any]
 ) -> None:
     """And a wheel for all of them."""
     cuda = SimpleNamespace(device_count=lambda: len(gpus), get_device_capability=gpus.__getitem__)
-    assert of_setup("targets_of")["targets_of"](SimpleNamespace(cuda=cuda), portable) == targets
+    assert functions["targets_of"](SimpleNamespace(cuda=cuda), portable) == targets
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")

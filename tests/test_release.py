@@ -70,11 +70,21 @@ def test_every_row_must_be_green() -> None:
     found: dict[str, Any] = {"wheel": "abc", "rows": rows}
     assert list(release.compat_complaints(found, "abc", names)) == []
     assert "of another wheel" in next(release.compat_complaints(found, "abd", names))
-    assert "of another wheel" in next(release.compat_complaints({}, "abc", names))
     rows[names[1]] = row(green=False, failed="see the output of nox")
     del rows["gpu"], rows[names[0]], rows["nvcc newest"]
     missing = list(release.compat_complaints(found, "abc", names))
     assert [x.partition(" is ")[0] for x in missing] == [*names[:2], "nvcc newest", "gpu"]
+
+
+def test_a_wheel_of_another_source_is_refused(tmp_path: Path) -> None:
+    def complaints(digest: str, slow: list[str]) -> list[str]:
+        with zipfile.ZipFile(tmp_path / "x.whl", "w") as archive:
+            record = {"digest": digest, "slow_kernels": slow}
+            archive.writestr("flash_ext/_C.json", json.dumps(record))
+        return list(release.wheel_complaints(tmp_path / "x.whl", "1"))
+
+    assert complaints("1", []) == []
+    assert complaints("2", ["k"]) == ["the library is of source 2, not 1", "a slow kernel: k"]
 
 
 BUILT = {"nvcc": "13.5.37", "kernels": 9, "slow_kernels": [], "date": "2026-01-02"}

@@ -60,8 +60,8 @@ class Build:
     """The checksum of the library."""
 
     slow_kernels: tuple[str, ...] | None = None
-    """Its file, its name and what ptxas said, of each kernel with spilled registers, local memory
-    or serialized wgmma: its results are right, and it runs slower than it could."""
+    """What ptxas said of each kernel with spilled registers, local memory or serialized wgmma: its
+    results are right, and it runs slower than it could."""
 
     def __str__(self) -> str:
         said = {"for": self.targets, "CUDA": self.cuda, "source": self.digest}

@@ -25,7 +25,8 @@ pytest.importorskip("setuptools", minversion="77")
 ROOT = Path(__file__).resolve().parent.parent
 KERNEL = "_ZN9flash_ext10fa3_kernelI6ConfigEEvNT_6ParamsE"
 SAID = f"""
-ptxas warning : Registers are spilled to local memory in function '{KERNEL}'
+ptxas warning : Local memory used for function '{KERNEL}', size of stack frame: 48 bytes
+ptxas warning : Registers are spilled to local memory in function '{KERNEL}', 140 bytes
 ptxas info    : Compiling entry function '{KERNEL}' for 'sm_90a'
 ptxas info    : Function properties for {KERNEL}
     48 bytes stack frame, 140 bytes spill stores, 196 bytes spill loads
@@ -43,7 +44,7 @@ target = sys.argv[sys.argv.index("-o") + 1]
 subprocess.run(["g++", "-fPIC", "-x", "c", "-c", "/dev/null", "-o", target], check=True)
 print('''{SAID}''')
 """
-SLOW = "slow: fa3_kernel<Config> (sm_90a): 48 bytes of stack, 140 of spill stores, 196 of"
+SLOW = "Registers are spilled to local memory in function 'fa3_kernel<Config>', 140 bytes"
 
 
 @pytest.fixture
@@ -52,11 +53,11 @@ def source(tmp_path: Path) -> Path:
     folder = tmp_path / "source"
     ignored = shutil.ignore_patterns("_C.*", "__pycache__")
     shutil.copytree(ROOT / "flash_ext", folder / "flash_ext", ignore=ignored)
-    shutil.copytree(ROOT / "csrc/build", folder / "csrc/build", ignore=ignored)
+    shutil.copytree(ROOT / "distribution", folder / "distribution", ignore=ignored)
     (folder / "benchmarks").mkdir()
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "benchmarks/digest.py"):
         shutil.copy(ROOT / name, folder / name)
-    (folder / "csrc/instantiate").mkdir()
+    (folder / "csrc/instantiate").mkdir(parents=True)
     (folder / "csrc/instantiate/slow.cu").touch()
     home = tmp_path / "toolkit"
     for name in ("bin", "include", "lib64"):
@@ -85,21 +86,19 @@ def test_a_kernel_that_spills(source: Path, strict: str | None) -> None:
     record = source.parent / "lib/flash_ext/_C.json"
     if strict == "1":
         assert done.returncode != 0 and not record.exists()
-        assert f"flash_ext: {SLOW.removeprefix('slow: ')}" in done.stdout
-        assert "Traceback" not in done.stderr
-        assert not list(source.glob("build/**/slow.o"))  # the next build compiles it again
+        assert SLOW in done.stderr and "Traceback" not in done.stderr
         return
     assert done.returncode == 0, done.stderr
-    assert f"flash_ext: {SLOW}" in done.stderr and "flash_ext: warning: " in done.stderr
+    assert SLOW in done.stderr and "flash_ext: warning: 1 slow" in done.stderr
     (said,) = json.loads(record.read_text())["slow_kernels"]
-    assert said.startswith(SLOW)
+    assert said.endswith(SLOW)
     assert "168" in (source / "build/ptxas.log").read_text()
 
 
 @pytest.mark.skipif(not all(map(shutil.which, ("g++", "ninja", "ar"))), reason="needs g++")
-def test_a_strict_build_after_one_that_was_not(source: Path) -> None:
+def test_a_strict_build_after_another(source: Path) -> None:
     """The object is there and not compiled again, and its kernel still spills."""
-    for strict, passes in (("0", True), ("1", False)):
+    for strict, passes in (("0", True), ("1", False), ("1", False)):
         done = subprocess.run(
             [sys.executable, "setup.py", "-q", "build"],
             cwd=source,
@@ -109,7 +108,7 @@ def test_a_strict_build_after_one_that_was_not(source: Path) -> None:
             text=True,
         )
         assert (done.returncode == 0) == passes, done.stderr
-    assert "spill stores" in done.stderr
+    assert "spilled" in done.stderr
 
 
 UNUSED = "namespace { int unused(int parameter) { return 1; } }"
@@ -132,7 +131,7 @@ def test_a_warning(source: Path, of_host: bool, strict: str) -> None:
         text=True,
     )
     assert (done.returncode == 0) == (strict == "0"), done.stderr
-    assert ("unused-" if of_host else "never referenced") in done.stdout
+    assert ("unused-" if of_host else "never referenced") in done.stderr
 
 
 def test_make_is_strict() -> None:
@@ -141,7 +140,7 @@ def test_make_is_strict() -> None:
 
 
 def test_the_installation_names_slow_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = f"{SLOW} spill loads"
+    slow = f"{SLOW} spill stores"
     monkeypatch.setattr(binary, "cuda_missing", None)
     monkeypatch.setattr(binary, "_record", {"targets": "90a", "slow_kernels": [slow]})
     build = ops.cuda_build()
