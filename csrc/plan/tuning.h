@@ -63,14 +63,14 @@ struct Fa1ForwardRow {
     HeadDims head_dims;
     OptionSets options = kFa1Options;
     int block_q;
-    int block_kv;        // where shared memory suffices (227 KB, Hopper)
-    int small_block_kv;  // otherwise (163 KB, A100; at 64 99 KB, 8.6, 8.9 and 12.x)
+    int block_kv;        // with three teams, where shared memory suffices (227 KB, Hopper)
+    int small_block_kv;  // with two, otherwise (163 KB, A100; at 64 99 KB, 8.6, 8.9 and 12.x)
 };
 
 // FA1 is there to be read and compared, so it has kernels for few pairs only.
 inline constexpr Fa1ForwardRow kFa1Forward[] = {
     {.head_dims = {64, 64}, .block_q = 32, .block_kv = 256, .small_block_kv = 64},
-    {.head_dims = {128, 128}, .block_q = 32, .block_kv = 256, .small_block_kv = 128},
+    {.head_dims = {128, 128}, .block_q = 32, .block_kv = 192, .small_block_kv = 128},
     {.head_dims = {256, 256}, .block_q = 16, .block_kv = 128, .small_block_kv = 64},
 };
 

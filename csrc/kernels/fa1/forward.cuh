@@ -17,8 +17,8 @@
 // Warps: K is split across the four warps of a team (split-K): each computes the scores of its own
 // keys. So row maxima, row sums and P must be exchanged through shared memory, which
 // FlashAttention-2 avoids. Then each warp computes its own columns of O; O_i in HBM has the layout
-// of its owners' fragments. Two teams share the KV tile and alternate over the Q tiles, so that one
-// team's matmuls overlap with the other's memory traffic.
+// of its owners' fragments. Teams share the KV tile and take turns at the Q tiles, so that one
+// team's matmuls overlap with the barriers and the memory traffic of the others.
 //
 // Barriers, per Q tile and team: the comments in the loop say what each is for. cp.async groups are
 // committed in the order O_i, m_i and l_i; then the next Q tile.
@@ -50,13 +50,15 @@ struct Fa1Forward {
     static constexpr bool kForLessMemory = kLessMemory;
     static constexpr bool kMayBeVarlen = contains(kOptions, OptionSet::kVarlen);
     static constexpr bool kUnaligned = contains(kOptions, OptionSet::kUnaligned);
-    static constexpr int kTeams = 2;
-    static constexpr int kTeamWarps = 4;
-    static constexpr int kTeamThreads = 32 * kTeamWarps;
-    static constexpr int kThreads = kTeams * kTeamThreads;
     static constexpr int kBlockQ = kTuning.block_q;
     static constexpr int kBlockKV = kLessMemory ? kTuning.small_block_kv : kTuning.block_kv;
+    static constexpr int kTeamWarps = 4;
     static constexpr int kKeysPerWarp = kBlockKV / kTeamWarps;
+    // ptxas 13.0: the registers of three teams, 168 a thread, do not hold all options' values and
+    // 64 keys a warp.
+    static constexpr int kTeams = kLessMemory || (kUnaligned && kKeysPerWarp == 64) ? 2 : 3;
+    static constexpr int kTeamThreads = 32 * kTeamWarps;
+    static constexpr int kThreads = kTeams * kTeamThreads;
 
     using QTile = SharedTile<Element, kBlockQ, kHeadDim>;
     using KTile = SharedTile<Element, kBlockKV, kHeadDim>;
