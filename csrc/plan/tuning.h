@@ -146,7 +146,7 @@ struct Fa3ForwardShape {
     int k_stages;
     int v_stages;
     bool ping_pong = false;
-    int partial_cols = 0;  // FP8: columns of O that one P V computes, in the registers of S
+    int partial_cols = 0;       // FP8: columns of O that one P V computes, in the registers of S
     bool transposes_v = false;  // FP8: the kernel itself, beside its matmuls
 };
 

@@ -75,21 +75,6 @@ FLASH_DEVICE void mbarrier_wait(uint32_t barrier, uint32_t parity) {
 #endif
 }
 
-// As mbarrier_wait(). Returns 0, which the compiler does not know. So it cannot move an addition of
-// the result before the wait, as ptxas moves other arithmetic.
-FLASH_DEVICE int mbarrier_wait_for_zero(uint32_t barrier, uint32_t parity) {
-    int ended;
-    do {
-        asm volatile(
-            "{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.s32 %0, 7, 3, "
-            "p; }"
-            : "=r"(ended)
-            : "r"(barrier), "r"(parity)
-            : "memory");
-    } while (ended == 3);
-    return ended - 7;
-}
-
 // This thread arrives, unless x is y. It does so when x is known.
 FLASH_DEVICE void mbarrier_arrive_unless(float x, float y, uint32_t barrier) {
     asm volatile(

@@ -15,6 +15,12 @@ FLASH_DEVICE void st_shared(uint32_t address, uint32_t value) {
     asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
+FLASH_DEVICE int ld_shared(uint32_t address) {
+    int value;
+    asm volatile("ld.volatile.shared.b32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+    return value;
+}
+
 FLASH_DEVICE uint16_t ld_shared_u16(uint32_t address) {
     uint16_t value;
     asm volatile("ld.shared.u16 %0, [%1];" : "=h"(value) : "r"(address) : "memory");

@@ -115,7 +115,7 @@ void list_members() {
     FLASH_MEMBER("pipeline", "Q", q_barriers)
     FLASH_MEMBER("pipeline", "K", k_barriers)
     FLASH_MEMBER("pipeline", kTransposesV ? "V^T" : "V", v_barriers)
-    FLASH_MEMBER("pipeline", "V", v_row_major_barriers)
+    FLASH_MEMBER("pipeline", "row-major V", v_row_major_barriers)
     FLASH_MEMBER("pipeline", "dO", do_barriers)
     FLASH_MEMBER("pipeline", "dQ", dq_barriers)
     FLASH_MEMBER("pipeline", "pool", pool_barriers)
@@ -168,7 +168,7 @@ cudaError_t launch_forward(const Call& call, ElementType type, bool general = fa
             tile_order_of(params, params.seqlen_q, Kernel::kBlockQ >> call.pack_gqa_log2,
                           call.pack_gqa_log2 > 0 ? call.heads_k : call.heads_q);
         params.tile_order.tiles *= call.num_splits;
-        return launch_fa3_forward<Kernel>(params, kSms, nullptr);
+        return launch_fa3_forward<Kernel>(params, {.gpu = {.sms = kSms}}, nullptr);
     });
 }
 
@@ -179,10 +179,10 @@ cudaError_t forward(const Call& call) {
     return launch_forward<Kernel>(call, ElementType::kBFloat16, changes_scores(kOptions));
 }
 
-template <int kHeadDim>
+template <int kHeadDim, tuning::Fa3ForwardTile kTile = kUsual>
 cudaError_t forward_fp8(const Call& call) {
     using Kernel = Fa3ForwardFp8<Float8, kHeadDim, kHeadDim, tuning::kVarlen,
-                                 tuning::fa3_forward_fp8_shape({kHeadDim, kHeadDim}, kUsual)>;
+                                 tuning::fa3_forward_fp8_shape({kHeadDim, kHeadDim}, kTile)>;
     return launch_forward<Kernel>(call, ElementType::kFloat8);
 }
 
@@ -265,7 +265,8 @@ const std::map<std::string, cudaError_t (*)(const Call&)> kKernels{
     {"forward 64, splits", forward<64, kSmallQ, tuning::kVarlenSplits>},
     {"forward 64, packed GQA", forward<64, kSmallQ, tuning::kVarlenSplits>},
     {"forward 64, general", forward<64, kSmallQ, tuning::kFa3Scores>},
-    {"forward 256", forward<256, kUsual>},  // one stage of Q
+    {"forward 256", forward<256, kUsual>},                  // one stage of Q
+    {"forward_fp8 64, small Q", forward_fp8<64, kSmallQ>},  // transposes V
     {"forward_fp8 64", forward_fp8<64>},
     {"forward_fp8 128", forward_fp8<128>},
     {"forward_fp8 256", forward_fp8<256>},

@@ -2,8 +2,10 @@
 // e4m3, Q and K are e4m3 or int8; scores of int8 accumulate in int32. Roles and loop are as in
 // forward.cuh, with these differences:
 //
-// - 8-bit wgmma reads both operands K-major. So K's producer also loads V, and two warps of the
-//   first warpgroup transpose the V tiles (tile/transpose.cuh).
+// - 8-bit wgmma reads both operands K-major. So V is transposed before, by a kernel of its own
+//   (fp8/transpose_v.cuh), and a warp of the first warpgroup loads V^T. If there are few queries, a
+//   pass over all of V would take too long: K's producer also loads V, and two warps of the first
+//   warpgroup transpose it (tile/transpose.cuh). V's descales come with the Q tile's first V.
 // - The tensor core keeps only some 14 bits of a sum. So P V of one tile is computed from zero, in
 //   the registers of S, and added to O in float32, which is rescaled by the same FMA. It is
 //   complete before S' = Q K^T starts.
@@ -14,20 +16,24 @@
 // - Q, K and V have descales. The softmax multiplies scores by Q's and K's (fp8_softmax.cuh); O is
 //   multiplied by V's before it is stored.
 //
-// Barriers as in forward.cuh, but
+// Barriers as in forward.cuh, and
+//
+//   barrier             arrivals per phase                   who waits
+//   turn (of each one)  128: each thread of the consumer     that consumer, before its
+//                       before it, when it has computed its  exponentials
+//                       exponentials
+//
+// In a kernel that transposes V
 //
 //   barrier             arrivals per phase                   who waits
 //   full(V^T)           2: each warp that transposes         consumers, before P V
 //   empty(V^T)          4 a consumer: each warp, when P V    the warps that transpose
 //                       is complete
-//   full(V)             1: K's producer; and TMA's bytes     the warps that transpose
-//   empty(V)            2: each warp that transposes         K's producer, before the next load
-//   turn (of each one)  128: each thread of the consumer     that consumer, before its
-//                       before it, when it has computed its  exponentials
-//                       exponentials
-//   empty(work tiles)   3: Q's producer, when all loads of   K's producer
-//                       the tile are issued; each warp that
-//                       transposes; 4 a consumer
+//   full(row-major V)   1: K's producer; and TMA's bytes     the warps that transpose
+//   empty(row-major V)  2: each warp that transposes         K's producer, before the next load
+//   empty(work tiles)   3: Q's producer and each warp that   K's producer
+//                       transposes, when they are done with
+//                       the tile; 4 a consumer
 #pragma once
 
 #include <cfloat>
@@ -63,9 +69,10 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
     // What TMA loads; it is transposed from here to a stage of VPipeline.
     using RowMajorVPipeline = Pipeline<2, VTile::kBytes>;
     struct RowMajorV {
-        alignas(1024) typename RowMajorVPipeline::Stages stages;
-        typename RowMajorVPipeline::Barriers barriers;
+        typename RowMajorVPipeline::Barriers v_row_major_barriers;
+        alignas(1024) typename RowMajorVPipeline::Stages v_row_major;
     };
+    struct Nothing {};
     using Scores = RegisterTile<16, kBlockKV, std::conditional_t<kInt8, int, float>>;
     // Floats in the registers of scores, also of int8.
     using Floats = std::conditional_t<kInt8, FloatScoresAsBits, FloatScores>;
@@ -73,25 +80,24 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         std::conditional_t<kTuning.ping_pong, OptimisticFp8Softmax<kBlockKV>, Fp8Softmax<kBlockKV>>;
     using Probabilities = typename Softmax::Probabilities;
 
-    struct SharedStorage : Tiles::SharedStorage {
+    struct SharedStorage : Tiles::SharedStorage,
+                           std::conditional_t<kTransposesV, RowMajorV, Nothing> {
         // A barrier for each consumer: its turn to compute exponentials.
         uint64_t turns[kConsumers];
+        int zero;  // is 0, which the compiler does not know
         // V's descales of each Q tile, in the stages of their descriptions.
         float v_descales[Tiles::WorkTiles::kStages][kHeadDimV];
         // How far each consumer thread has cooled its two rows (fp8_softmax.cuh), in powers of two.
         uint8_t cooling[kConsumers * 128][2];
-        RowMajorV row_major_v[kTransposesV];
     };
 
     SharedStorage& storage = shared_storage<SharedStorage>();
 
     using Tiles::Tiles;
 
-    // Is O stored while the next Q tile's first scores are computed? That costs registers.
-    // Otherwise O is stored before these start.
-    static constexpr bool kOverlapsStore = kHeadDim <= 128;
-    // ptxas 13.0: with tests of the next stages, head dim 256 spills.
-    static constexpr bool kTestsAhead = kHeadDim <= 128;
+    // Are there registers to store O while the next Q tile's first scores are computed, and to test
+    // the next stages ahead? Otherwise O is stored before these scores start.
+    static constexpr bool kOverlaps = kHeadDim <= 128;
 
     // Has the KV tile keys of two blocks of descales?
     static constexpr bool kTwoKScales = kDescaleRows % kBlockKV != 0;
@@ -103,24 +109,27 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         if constexpr (kTransposesV) row_major_v().init(kWarpsOfV);
         if (!kTuning.ping_pong)
             for (int i = 0; i < kConsumers; ++i) ptx::mbarrier_init(turn_of(i), 128);
+        storage.zero = 0;
     }
 
     // --- Producers ---
 
     FLASH_DEVICE RowMajorVPipeline row_major_v() const {
-        return {storage.row_major_v->stages, storage.row_major_v->barriers};
+        return {storage.v_row_major, storage.v_row_major_barriers};
     }
 
     FLASH_DEVICE void produce() const {
-        typename RowMajorVPipeline::State v;
-        const auto load_v = [&](const QueryTile& tile, int first_key) {
-            if constexpr (!kTransposesV) return;
-            const KeyRows keys = key_rows(params, tile.sequence);
-            load_tile<VTile, Tiles::kKVBoxRows>(
-                row_major_v(), v, params.v_map,
-                keys.tensor_rows<Float8>(params.v, key_head(params, tile.head), first_key),
-                first_key);
-            v.advance();
+        [[maybe_unused]] typename RowMajorVPipeline::State v;
+        const auto load_v = [&]([[maybe_unused]] const QueryTile& tile,
+                                [[maybe_unused]] int first_key) {
+            if constexpr (kTransposesV) {
+                const KeyRows keys = key_rows(params, tile.sequence);
+                load_tile<VTile, Tiles::kKVBoxRows>(
+                    row_major_v(), v, params.v_map,
+                    keys.tensor_rows<Float8>(params.v, key_head(params, tile.head), first_key),
+                    first_key);
+                v.advance();
+            }
         };
         if (warp_id() == 0) this->produce_k(load_v);
         if (warp_id() == 3) this->produce_q();
@@ -205,12 +214,15 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
     struct ExponentialTurn {
         const Fa3ForwardFp8& cta;
         uint32_t parity;
-        int zero;  // is known only when the turn has come
+        int zero;
 
+        // Reads it only when the turn has come. (ptxas 13.0: a zero from the predicate of the wait
+        // is at times another number.)
         FLASH_DEVICE void begin() {
-            zero = ptx::mbarrier_wait_for_zero(cta.turn_of(cta.consumer), parity);
+            ptx::mbarrier_wait(cta.turn_of(cta.consumer), parity);
+            zero = ptx::ld_shared(ptx::shared_address(&cta.storage.zero));
         }
-        // Returns x. The compiler cannot move what is computed from it before the turn.
+        // Returns x. So ptxas cannot move what is computed from it before the turn.
         FLASH_DEVICE float pin(float x) const { return __int_as_float(__float_as_int(x) + zero); }
         // After P is computed, of which this is the last one: no P is 2^100.
         FLASH_DEVICE void end(float p) const {
@@ -481,15 +493,15 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         v_pipeline.consumer_wait(x.v, x.v_ready);
         Order::wait(consumer);
         add_output<true>(x, rP);
-        if (!kOverlapsStore && new_tile) store_previous(x);
+        if (!kOverlaps && new_tile) store_previous(x);
         if (!kStartsEarly) issue_scores<kFirstKeys, kOtherKeys>(x);
         issue_scores<0, kFirstKeys>(x);
         Order::signal_next(consumer);
         // What does not need the scores is done before they are there.
         release_and_advance(v_pipeline, x.v);
         load_k_scales(x);
-        if (kOverlapsStore && new_tile) store_previous(x);
-        if (kTestsAhead) {
+        if (kOverlaps && new_tile) store_previous(x);
+        if (kOverlaps) {
             auto next_k = x.k;
             next_k.advance();
             x.k_ready = k_pipeline.consumer_test(next_k);

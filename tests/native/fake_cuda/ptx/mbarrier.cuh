@@ -25,9 +25,5 @@ inline void mbarrier_arrive_unless(float, float, uint32_t barrier) { mbarrier_ar
 inline void mbarrier_wait(uint32_t barrier, uint32_t parity) {
     note(Event::kWait, barrier, parity);
 }
-inline int mbarrier_wait_for_zero(uint32_t barrier, uint32_t parity) {
-    mbarrier_wait(barrier, parity);
-    return 0;
-}
 
 }  // namespace flash_ext::ptx

@@ -12,6 +12,10 @@ void ld_shared(T& x, uint32_t address) {
     note(Event::kRead, address, sizeof(x));
     std::memset(&x, 0, sizeof(x));
 }
+inline int ld_shared(uint32_t address) {
+    note(Event::kRead, address, 4);
+    return 0;
+}
 inline uint16_t ld_shared_u16(uint32_t address) {
     note(Event::kRead, address, 2);
     return 0;
