@@ -86,7 +86,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         uint64_t turns[kConsumers];
         int zero;  // is 0, which the compiler does not know
         // V's descales of each Q tile, in the stages of their descriptions.
-        float v_descales[Tiles::WorkTiles::kStages][kHeadDimV];
+        alignas(sizeof(float2)) float v_descales[Tiles::WorkTiles::kStages][kHeadDimV];
         // How far each consumer thread has cooled its two rows (fp8_softmax.cuh), in powers of two.
         uint8_t cooling[kConsumers * 128][2];
     };
