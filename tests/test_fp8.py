@@ -270,6 +270,15 @@ SHAPES = (
     problem(lengths_q=(100, 20), lengths_k=(260, 140), seqused_k=(130, 140), heads_q=4, heads_k=1),
     problem(2, 150, 260, 4, 2, 64, q_descale="fine", sink=True, window=(60, 0)),
     problem(2, 150, 260, 4, 2, 64, logit_gain=8.0),
+    problem(lengths_q=(70, 0, 130, 5), lengths_k=(9, 5, 300, 0), head_dim=128),
+    problem(
+        lengths_q=(300, 129, 1),
+        lengths_k=(300, 257, 130),
+        head_dim=256,
+        head_dim_v=208,
+        causal=True,
+    ),
+    problem(3, 50, 300, 4, 2, 128, seqused_k=(0, 129, 300)),
     problem(1, 150, 260, 4, 2, 64, scale=-0.2),
     problem(1, 260, 700, 4, 2, 64, q_descale="fine", scale=-0.2, causal=True, sink=True),
     problem(2, 150, 260, 4, 2, 128, scale=-2.0, window=(60, 0)),
@@ -320,11 +329,12 @@ def test_tiles_across_blocks_of_descales(
     "layout", ("bhsd", "sbhd", "packed", "expanded_heads", "expanded_batch", "bshd")
 )
 @pytest.mark.parametrize("dtype", QK_8_BITS, ids=str)
+@pytest.mark.parametrize("head_dim", (64, 128))  # on CUDA 64 transposes V itself
 def test_strides_and_nan_bytes_beside_the_rows(
-    dtype: torch.dtype, layout: str, device: str
+    head_dim: int, dtype: torch.dtype, layout: str, device: str
 ) -> None:
     options = {"layout": layout, "q_descale": "fine", "dtype": dtype}
-    p = problem(2, 150, 260, 4, 2, 64, causal=True, **options)
+    p = problem(2, 150, 260, 4, 2, head_dim, causal=True, **options)
     check(p, device)
     packed = {"lengths_q": (70, 0, 130), "lengths_k": (90, 5, 140)}
     if not layout.startswith("expanded"):
@@ -340,10 +350,10 @@ def test_poison_is_a_nan_byte() -> None:
 @pytest.mark.parametrize("sizes", ((0, 4, 4), (2, 0, 4), (2, 4, 0), (2, 0, 0), (0, 0, 0)))
 def test_sizes_of_zero(sizes: tuple[int, int, int], device: str) -> None:
     batch, seqlen_q, seqlen_k = sizes
-    for causal in (False, True):
-        p = problem(*sizes, 4, 2, 64, causal=causal, q_descale="fine")
+    for head_dim, causal in itertools.product((64, 128), (False, True)):
+        p = problem(*sizes, 4, 2, head_dim, causal=causal, q_descale="fine")
         out, lse = run(p, make_inputs(p, device))
-        assert out.shape == (batch, seqlen_q, 4, 64) and out.dtype == torch.bfloat16
+        assert out.shape == (batch, seqlen_q, 4, head_dim) and out.dtype == torch.bfloat16
         assert lse.shape == (batch, 4, seqlen_q) and (lse == -torch.inf).all()
         assert not out.any()
 

@@ -181,8 +181,9 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
     }
     static cudaError_t encode_v_map(Fa3ForwardParams& params, const ForwardKernel& kernel) {
         if constexpr (kTransposesV) return Tiles::encode_v_map(params, kernel);
-        return encode_transposed_map<TransposedVTile>(params.v_map, kernel.v_transposed,
-                                                      params.head_dim_v, channel_bytes(params));
+        void* v = params.seqlen_k > 0 ? kernel.v_transposed : params.v.data;  // any address
+        return encode_transposed_map<TransposedVTile>(params.v_map, v, params.head_dim_v,
+                                                      max_of<int64_t>(channel_bytes(params), 16));
     }
 
     // From V tiles that K's producer has loaded.
