@@ -87,6 +87,20 @@ def test_what_a_forward_keeps(native: ModuleType) -> None:
     assert sizes(p.forward("fa3")) == {"counters": 8}
 
 
+def test_a_large_forward_in_8_bits_keeps_v_transposed(native: ModuleType) -> None:
+    """Groups of 16 keys; of packed sequences each begins with a group of its own."""
+    p = problem(native, batch=2, seqlen_q=300, seqlen_k=500, heads_q=6, heads_k=3, fp8=True)
+    p.head_dim = p.head_dim_v = 112
+    assert sizes(p.forward("fa3")) == {"v_transposed": 2 * 3 * 112 * 512}
+    p.varlen = True
+    groups = (500 + 15 * 4) // 16
+    assert sizes(p.forward("fa3"))["v_transposed"] == 3 * 112 * 16 * groups
+    p.varlen, p.seqlen_q, p.seqlen_k = False, 1, 100_000
+    plan = p.forward("fa3")
+    assert plan.num_splits > 1 and "v_transposed" not in plan.regions
+    assert "transpose_v" not in plan.launches
+
+
 def test_what_splits_keep(native: ModuleType) -> None:
     """A result in float32 for each split and row, which a kernel combines; of packed heads without
     splits only where a CTA may have more than one tile."""
@@ -530,7 +544,9 @@ def test_every_head_dim_takes_its_kernels(head_dims: tuple[int, int], native: Mo
     for kind in ("fp8", "int8"):
         p = problem(native, seqlen_q=100, seqlen_k=100, **{kind: True}, **dims)
         of_8_bits = padded.get(head_dims, head_dims)
-        assert p.forward("fa3").launches == ["fa3_forward_{}<{}, {}>".format(kind, *of_8_bits)]
+        before = ["transpose_v"] * (of_8_bits != (64, 64))  # whose tile for few queries does it
+        kernel = "fa3_forward_{}<{}, {}>".format(kind, *of_8_bits)
+        assert p.forward("fa3").launches == [*before, kernel]
 
 
 @pytest.mark.parametrize("head_dims", KERNEL_DIMS)

@@ -119,6 +119,9 @@ cudaError_t bias_gradient(BackwardParams, cudaStream_t) { return note("bias_grad
 cudaError_t combine_splits(ForwardParams, HeadDims, cudaStream_t, bool pdl) {
     return note(pdl ? "combine_splits, pdl" : "combine_splits");
 }
+cudaError_t transpose_v(const ForwardParams&, uint8_t*, cudaStream_t) {
+    return note("transpose_v");
+}
 cudaError_t sink_gradient(BackwardParams, cudaStream_t) { return note("sink_gradient"); }
 cudaError_t sanitize_cu_seqlens(BackwardParams, const int*, const int*, cudaStream_t) {
     return note("sanitize_cu_seqlens");
@@ -280,7 +283,8 @@ struct Problem {
                                        {"row_statistics", &params.row_statistics},
                                        {"o_partial", &params.o_partial},
                                        {"statistics_partial", &params.statistics_partial},
-                                       {"counters", &params.counters}});
+                                       {"counters", &params.counters},
+                                       {"v_transposed", &plan.kernel.v_transposed}});
         found.num_splits = params.num_splits;
         found.pack_gqa_log2 = params.pack_gqa_log2;
         found.tile = static_cast<int>(plan.kernel.tile);

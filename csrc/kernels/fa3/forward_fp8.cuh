@@ -305,7 +305,9 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         constexpr float kLargest = kInt8 ? 128.f : 448.f;  // element of Q and K
         x.scale_limit = Softmax::kLargeMax / (kLargest * kLargest * kHeadDim);
         x.k_descales = descales_of(params.k_descale, tile, tile.head);
-        x.last_k_block = last_block(x.k_descales, params.k_descale);
+        // What a tensor of descales has for keys past those in use may be NaN.
+        const int last_in_use = max_of(tile.sequence.seqlen_k - 1, 0) / kDescaleRows;
+        x.last_k_block = min_of(last_block(x.k_descales, params.k_descale), last_in_use);
     }
 
     // K's descales of the KV tile, which may reach into a second block.
