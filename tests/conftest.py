@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import shutil
 import sys
 import tempfile
 import time
@@ -163,3 +164,16 @@ def pytest_terminal_summary(
     if config.option.report:
         report = gpu_test_report.summary(terminalreporter.stats)
         config.option.report.write_text(json.dumps(report))
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A checkout without csrc/, in which nothing was built, for tests of setup.py."""
+    root, folder = TESTS.parent, tmp_path / "source"
+    ignored = shutil.ignore_patterns("_C.*", "__pycache__")
+    for name in ("flash_ext", "distribution"):
+        shutil.copytree(root / name, folder / name, ignore=ignored)
+    (folder / "benchmarks").mkdir()
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "benchmarks/digest.py"):
+        shutil.copy(root / name, folder / name)
+    return folder

@@ -31,19 +31,6 @@ runpy.run_path("setup.py", run_name="__main__")
 """
 
 
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    """A checkout without csrc/, in which nothing was built."""
-    folder = tmp_path / "source"
-    ignored = shutil.ignore_patterns("_C.*", "__pycache__")
-    shutil.copytree(ROOT / "flash_ext", folder / "flash_ext", ignore=ignored)
-    shutil.copytree(ROOT / "distribution", folder / "distribution", ignore=ignored)
-    (folder / "benchmarks").mkdir()
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "benchmarks/digest.py"):
-        shutil.copy(ROOT / name, folder / name)
-    return folder
-
-
 def build(source: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     kept = {name: x for name, x in os.environ.items() if name != "CUDA_HOME"}
     return subprocess.run(

@@ -8,6 +8,7 @@ descriptor with a wrong stride; and a lane that has other elements than the matm
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import struct
 from collections.abc import Iterator
@@ -292,6 +293,17 @@ def test_tma_loads_the_columns_of_a_sequence(tile: tuple, layouts: ModuleType) -
                 if inside:
                     assert found % (1 << 64) == base + offset + row * pitch + column
         assert len(written) == rows * cols // 16
+
+
+@pytest.mark.parametrize("keys", (0, 1, 128, 129, 256, 257, 300, 512))
+def test_descales_of_keys_not_in_use_are_not_read(keys: int, layouts: ModuleType) -> None:
+    """A KV tile of FP8 has keys of two blocks, the last tile of a sequence perhaps of one."""
+    blocks = max(-(-keys // 128), keys == 0)
+    descales = [float(block + 1) if block < blocks else math.nan for block in range(6)]
+    for kv_tile in range(max(-(-keys // 256), 1)):
+        first, second = layouts.key_descales(descales, keys, kv_tile)
+        expected = (2 * kv_tile + 1, min(2 * kv_tile + 2, blocks)) if keys else (1, 1)
+        assert (first, second) == expected
 
 
 @pytest.mark.parametrize("head_dim", (64, 96, 128))

@@ -48,25 +48,18 @@ SLOW = "Registers are spilled to local memory in function 'fa3_kernel<Config>', 
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Path:
+def source(source: Path) -> Path:
     """A checkout with one kernel, which spills, and a toolkit beside it."""
-    folder = tmp_path / "source"
-    ignored = shutil.ignore_patterns("_C.*", "__pycache__")
-    shutil.copytree(ROOT / "flash_ext", folder / "flash_ext", ignore=ignored)
-    shutil.copytree(ROOT / "distribution", folder / "distribution", ignore=ignored)
-    (folder / "benchmarks").mkdir()
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "benchmarks/digest.py"):
-        shutil.copy(ROOT / name, folder / name)
-    (folder / "csrc/instantiate").mkdir(parents=True)
-    (folder / "csrc/instantiate/slow.cu").touch()
-    home = tmp_path / "toolkit"
+    (source / "csrc/instantiate").mkdir(parents=True)
+    (source / "csrc/instantiate/slow.cu").touch()
+    home = source.parent / "toolkit"
     for name in ("bin", "include", "lib64"):
         (home / name).mkdir(parents=True)
     (home / "include/cuda_runtime.h").touch()
     subprocess.run(["ar", "qc", home / "lib64/libcudart_static.a"], check=True)
     (home / "bin/nvcc").write_text(NVCC)
     (home / "bin/nvcc").chmod(0o755)
-    return folder
+    return source
 
 
 @pytest.mark.skipif(

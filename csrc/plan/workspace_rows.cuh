@@ -20,6 +20,13 @@ FLASH_HOST_DEVICE constexpr int64_t workspace_tile(const AttentionParams& params
            first_tile(sequence.q_begin, sequence.seq_idx, block) + tile;
 }
 
+// Workspaces in groups of rows: a sequence begins with a group, and its length is rounded up. The
+// index of the group with which sequence `seq_idx` begins, whose first row is row `begin` of the
+// tensors. The next sequence begins after the last group of this one.
+FLASH_HOST_DEVICE constexpr int first_group(int begin, int seq_idx, int rows) {
+    return (begin + (rows - 1) * seq_idx) / rows;
+}
+
 // The backward's workspaces have a row for each query: dQ's sum and statistics. A sequence begins
 // at a multiple of 8 rows, and its length is rounded up to 8. So a varlen sequence, however short,
 // costs at most 7 rows more than its queries, and the host needs only the number of sequences. The
@@ -27,11 +34,8 @@ FLASH_HOST_DEVICE constexpr int64_t workspace_tile(const AttentionParams& params
 // sequence.
 inline constexpr int kWorkspaceRows = 8;
 
-// The index, within a head, of the group of 8 rows at which sequence `seq_idx` begins; its first
-// query is row `begin` of the tensors. The next sequence begins after all rows that this one
-// stores.
 FLASH_HOST_DEVICE constexpr int first_row_group(int begin, int seq_idx) {
-    return (begin + (kWorkspaceRows - 1) * seq_idx) / kWorkspaceRows;
+    return first_group(begin, seq_idx, kWorkspaceRows);
 }
 
 // Groups of a head (and, in a dense batch, of a batch element).

@@ -12,6 +12,7 @@
 
 #include "device.h"
 #include "kernels/fa3/backward.cuh"
+#include "kernels/fa3/forward_fp8.cuh"
 #include "kernels/fp8/transpose_v.cuh"
 #include "problem/score.cuh"
 #include "tile/gemm.cuh"
@@ -375,6 +376,32 @@ auto load_columns(int rows, int cols, uint64_t address, int64_t row_bytes, int64
     });
 }
 
+// K's descales of a KV tile of 256 keys, of a sequence with so many keys in use.
+std::array<float, 2> key_descales(const std::vector<float>& descales, int keys, int kv_tile) {
+    constexpr auto kTuning =
+        tuning::fa3_forward_fp8_shape({128, 128}, tuning::Fa3ForwardTile::kUsual);
+    using Kernel = Fa3ForwardFp8<Float8, 128, 128, tuning::kVarlen, kTuning>;
+    static_assert(kTuning.block_kv == 256);
+    Fa3ForwardParams params{};
+    params.heads_q = params.heads_k = 1;
+    params.k_descale.data = descales.data();
+    params.k_descale.last_stride = 1;
+    params.k_descale.last_block = static_cast<int>(descales.size()) - 1;
+    threadIdx = {128};
+    const Kernel kernel(params);
+    typename Kernel::Scores scores;
+    typename Kernel::Output out;
+    typename Kernel::Softmax softmax;
+    typename Kernel::State x{scores, out, softmax};
+    x.kv_tile = kv_tile;
+    QueryTile& tile = kernel.work_tiles[x.tile];
+    tile = {};
+    tile.sequence.seqlen_k = keys;
+    kernel.begin_scales(x, tile);
+    kernel.load_k_scales(x);
+    return {x.k_scale[0], x.k_scale[1]};
+}
+
 // dS^T in shared memory, (key, query), where that of key i and query j is kBlockQ i + j.
 template <int kHeadDim>
 std::vector<std::vector<int>> stored_ds() {
@@ -449,6 +476,7 @@ PYBIND11_MODULE(flash_ext_layouts, m) {
     });
     m.def("transposed_v", &transposed_v);
     m.def("load_columns", &load_columns);
+    m.def("key_descales", &key_descales);
     m.def("stored_ds", [](int head_dim) {
         return head_dim == 64   ? stored_ds<64>()
                : head_dim == 96 ? stored_ds<96>()

@@ -119,19 +119,21 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
     }
 
     FLASH_DEVICE void produce() const {
-        [[maybe_unused]] typename RowMajorVPipeline::State v;
-        const auto load_v = [&]([[maybe_unused]] const QueryTile& tile,
-                                [[maybe_unused]] int first_key) {
+        if (warp_id() == 0) {
             if constexpr (kTransposesV) {
-                const KeyRows keys = key_rows(params, tile.sequence);
-                load_tile<VTile, Tiles::kKVBoxRows>(
-                    row_major_v(), v, params.v_map,
-                    keys.tensor_rows<Float8>(params.v, key_head(params, tile.head), first_key),
-                    first_key);
-                v.advance();
+                typename RowMajorVPipeline::State v;
+                this->produce_k([&](const QueryTile& tile, int first_key) {
+                    const KeyRows keys = key_rows(params, tile.sequence);
+                    load_tile<VTile, Tiles::kKVBoxRows>(
+                        row_major_v(), v, params.v_map,
+                        keys.tensor_rows<Float8>(params.v, key_head(params, tile.head), first_key),
+                        first_key);
+                    v.advance();
+                });
+            } else {
+                this->produce_k([](const QueryTile&, int) {});
             }
-        };
-        if (warp_id() == 0) this->produce_k(load_v);
+        }
         if (warp_id() == 3) this->produce_q();
     }
     FLASH_DEVICE void produce_by_warps() const {
@@ -305,7 +307,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         constexpr float kLargest = kInt8 ? 128.f : 448.f;  // element of Q and K
         x.scale_limit = Softmax::kLargeMax / (kLargest * kLargest * kHeadDim);
         x.k_descales = descales_of(params.k_descale, tile, tile.head);
-        // What a tensor of descales has for keys past those in use may be NaN.
+        // Descales of keys that are not in use may be NaN.
         const int last_in_use = max_of(tile.sequence.seqlen_k - 1, 0) / kDescaleRows;
         x.last_k_block = min_of(last_block(x.k_descales, params.k_descale), last_in_use);
     }
@@ -455,7 +457,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
 
     // --- Results ---
 
-    // Where the description of the Q tile is whose O is stored.
+    // The stage of the previous Q tile's description.
     static FLASH_DEVICE WorkTileState tile_before(const WorkTileState& t) {
         constexpr int kStages = Tiles::WorkTiles::kStages;
         return {(t.stage + kStages - 1) % kStages};
