@@ -57,7 +57,12 @@ KNOWN = (  # models of the page for readers
 GAIN_LENGTH = 2048
 OURS_FP8 = FP8_PROVIDERS[0].name
 FP8_PEER = "best peer, bf16"  # the fastest in bfloat16 that is not ours, cell by cell
-FP8_OVER = {"cudnn_fp8": "cuDNN, FP8", "fa3": "flash_ext fa3, bf16", FP8_PEER: FP8_PEER}
+FP8_OVER = {
+    "flash_attn_3_fp8": "flash-attn 3, FP8",
+    "cudnn_fp8": "cuDNN, FP8",
+    "fa3": "flash_ext fa3, bf16",
+    FP8_PEER: FP8_PEER,
+}
 
 
 def words_of(folder: Path, direction: str) -> str:
