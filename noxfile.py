@@ -32,7 +32,7 @@ import nox
 ROOT = Path(__file__).resolve().parent
 sys.path[:0] = [str(ROOT / "distribution"), str(ROOT / "benchmarks")]
 import common  # noqa: E402
-from release import DIST, RECORD, content_checksum, wheel_path  # noqa: E402
+from release import DIST, identity, wheel_path  # noqa: E402
 
 PYPROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 ROWS = PYPROJECT["tool"]["flash_ext"]["compat"]
@@ -77,13 +77,10 @@ def row(name: str) -> Iterator[dict[str, Any]]:
         facts["green"] = True
         del facts["failed"]
     finally:
-        wheel = content_checksum(wheel_path())
-        with zipfile.ZipFile(wheel_path()) as archive:
-            digest = json.loads(archive.read(RECORD)).get("digest")
-        found = common.read_json(RESULTS) or {}
-        rows = found.get("rows", {}) if found.get("wheel") == wheel else {}
+        found, wheel = common.read_json(RESULTS) or {}, identity(wheel_path())
+        rows = found["rows"] if found == found | wheel else {}
         rows[name] = facts | {"date": common.now()}
-        common.write_json(RESULTS, {"wheel": wheel, "digest": digest, "rows": rows})
+        common.write_json(RESULTS, wheel | {"rows": rows})
 
 
 def unpacked_sdist(folder: Path) -> Path:
@@ -160,7 +157,7 @@ def nvcc(session: nox.Session, release: str) -> None:
         changed = {"CUDA_HOME": str(home), "FLASH_EXT_CUDA_ARCHS": "80+PTX;90a"}
         session.run(sys.executable, "setup.py", "build", env=changed | {"FLASH_EXT_STRICT": "0"})
         facts["kernels"] = (source / "build/ptxas.log").read_text().count("Function properties")
-        (library,) = source.glob(f"build/lib*/{RECORD}")
+        (library,) = source.glob("build/lib*/flash_ext/_C.json")
         facts["slow_kernels"] = json.loads(library.read_text())["slow_kernels"]
         if not facts["kernels"] or facts["slow_kernels"]:
             session.error(f"slow kernels: {facts['slow_kernels']}")

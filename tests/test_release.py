@@ -67,12 +67,14 @@ def test_every_row_must_be_green() -> None:
     names = release.compat_names()
     assert len(names) > 6 and names[-2:] == ["nvcc newest", "gpu"]
     rows = {name: row() for name in names}
-    found: dict[str, Any] = {"wheel": "abc", "rows": rows}
-    assert list(release.compat_complaints(found, "abc", names)) == []
-    assert "of another wheel" in next(release.compat_complaints(found, "abd", names))
+    wheel = {"wheel": "abc", "digest": "1"}
+    found: dict[str, Any] = wheel | {"rows": rows}
+    assert list(release.compat_complaints(found, wheel, names)) == []
+    for changed in ({"wheel": "abd"}, {"digest": "2"}):
+        assert "another wheel" in next(release.compat_complaints(found, wheel | changed, names))
     rows[names[1]] = row(green=False, failed="see the output of nox")
     del rows["gpu"], rows[names[0]], rows["nvcc newest"]
-    missing = list(release.compat_complaints(found, "abc", names))
+    missing = list(release.compat_complaints(found, wheel, names))
     assert [x.partition(" is ")[0] for x in missing] == [*names[:2], "nvcc newest", "gpu"]
 
 
@@ -98,7 +100,7 @@ def noxfile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     wheel = tmp_path / "x.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr("flash_ext/_C.json", '{"digest": "d"}')
+        archive.writestr("flash_ext/_C.json", '{"digest": "d", "sha256": "s"}')
     monkeypatch.setattr(noxfile, "wheel_path", lambda: wheel)
     monkeypatch.setattr(noxfile, "RESULTS", tmp_path / "compat.json")
     return noxfile
@@ -106,7 +108,8 @@ def noxfile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_a_row_is_green_only_if_no_command_failed(noxfile: Any) -> None:
     """And rows of another wheel are dropped."""
-    noxfile.RESULTS.write_text(json.dumps({"wheel": "another", "rows": {"gpu": row()}}))
+    another = {"wheel": "s", "digest": "of another source", "rows": {"gpu": row()}}
+    noxfile.RESULTS.write_text(json.dumps(another))
     with noxfile.row("nvcc 13.2") as facts:
         facts["kernels"] = 9
     with pytest.raises(RuntimeError), noxfile.row("nvcc newest") as facts:
