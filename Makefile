@@ -152,6 +152,7 @@ release: lint check-wheel hub  ## the checklist of a release: refuses if somethi
 	cd benchmarks && $(PY) -m report --check
 	$(MAKE) sdist DIST=build/again && cmp build/again/*.tar.gz dist/*.tar.gz
 	$(PY) distribution/release.py
+	$(PY) -m nox -s complete
 	cd dist && sha256sum *.whl *.tar.gz > SHA256SUMS
 	@echo "ready. Tag the commit, push the tag, and upload dist/*.whl, dist/*.tar.gz and dist/hub."
 

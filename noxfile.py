@@ -3,6 +3,7 @@
     nox                                            # all rows; `make compat`
     nox -s "wheel(python='3.11', torch='2.11.0')"  # one of them; nox --list: their names
     nox -s gpu                                     # the GPU tests, in this environment
+    nox -s complete                                # an error if a row is missing or not green
 
 A row of torch has its own environment. There the wheel is installed, without a compiler in
 reach, and imported; its ops, attention on the CPU and explain are tried; then the CPU tests of the
@@ -68,6 +69,12 @@ print(json.dumps({
 """
 
 
+def tested() -> tuple[dict[str, str], dict[str, Any]]:
+    """The head of compat.json for the wheel of dist/, and the rows that it has of this wheel."""
+    found, wheel = common.read_json(RESULTS) or {}, identity(wheel_path())
+    return wheel, found["rows"] if found == found | wheel else {}
+
+
 @contextmanager
 def row(name: str) -> Iterator[dict[str, Any]]:
     """The facts of a row, which are stored in the end: as green if no command failed."""
@@ -77,8 +84,7 @@ def row(name: str) -> Iterator[dict[str, Any]]:
         facts["green"] = True
         del facts["failed"]
     finally:
-        found, wheel = common.read_json(RESULTS) or {}, identity(wheel_path())
-        rows = found["rows"] if found == found | wheel else {}
+        wheel, rows = tested()
         rows[name] = facts | {"date": common.now()}
         common.write_json(RESULTS, wheel | {"rows": rows})
 
@@ -181,3 +187,13 @@ def gpu(session: nox.Session) -> None:
             session.run(*command, env={"PYTHONPATH": str(source)})
         finally:
             facts["tests"] = {"counts": (common.read_json(report) or {})["counts"]}
+
+
+@nox.session(venv_backend="none")
+def complete(session: nox.Session) -> None:
+    """Every row is there and green, for the wheel of dist/: a release needs it."""
+    names = [f"{torch}, {python}" for torch, python in ROWS["torch"]]
+    names += [*(f"nvcc {x}" for x in ROWS["nvcc"]), "gpu"]
+    _, rows = tested()
+    if missing := [name for name in names if not rows.get(name, {}).get("green")]:
+        session.error(f"not tested with this wheel, or not green: {'; '.join(missing)}")

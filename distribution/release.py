@@ -3,11 +3,9 @@
     python release.py aarch64   # by `make check-wheel`, after auditwheel and the other tools
     python release.py           # by `make release`
 
-A wheel is of this source, without slow kernels, and at most 12 MB large. A release also needs:
-
-    GPU      tests and sanitizers ran on a GPU with this very source (its digest), without a failure
-    compat   each torch and Python is tested with this wheel, and so is a GPU; each nvcc builds its
-             source; all are green
+A wheel is of this source, without slow kernels, and at most 12 MB large. For a release tests and
+sanitizers also ran on a GPU with this very source (its digest), without a failure. The tests of the
+wheel are `nox -s complete`'s.
 """
 
 from __future__ import annotations
@@ -55,7 +53,7 @@ def wheel_complaints(wheel: Path, source: str) -> Iterator[str]:
     yield from (f"a slow kernel: {x}" for x in record["slow_kernels"])
 
 
-def gpu_complaints(results: Path, source: str) -> Iterator[str]:
+def gpu_complaints(source: str, results: Path = RESULTS) -> Iterator[str]:
     """The missing reports from a GPU."""
     for name, command in (("tests", "gpu-test"), ("sanitizer", "sanitize")):
         found = [json.loads(path.read_text()) for path in results.glob(f"*/{name}.json")]
@@ -70,35 +68,11 @@ def gpu_complaints(results: Path, source: str) -> Iterator[str]:
                 yield f"{name} failed on {run['device']}"
 
 
-def compat_names() -> list[str]:
-    """The rows that compat.json must have."""
-    import tomllib
-
-    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    rows = pyproject["tool"]["flash_ext"]["compat"]
-    torch = [f"{torch}, {python}" for torch, python in rows["torch"]]
-    return [*torch, *(f"nvcc {x}" for x in rows["nvcc"]), "gpu"]
-
-
-def compat_complaints(found: Json, wheel: dict[str, str], names: list[str]) -> Iterator[str]:
-    """The missing rows of compat.json for a wheel, given by its identity."""
-    if found != found | wheel:
-        yield "benchmarks/results/compat.json is of another wheel: run make compat"
-        return
-    for name in names:
-        row = found["rows"].get(name, {"green": False, "failed": "run make compat, or nox -s gpu"})
-        if not row["green"]:
-            yield f"{name} is not green: {row['failed']}"
-
-
 def main(machine: str = "") -> None:
     source = digest.source_digest()
-    if machine:
-        found = list(wheel_complaints(wheel_path(machine), source))
-    else:
-        compat, wheel = json.loads((RESULTS / "compat.json").read_text()), wheel_path("x86_64")
-        found = list(gpu_complaints(RESULTS, source))
-        found += compat_complaints(compat, identity(wheel), compat_names())
+    found = list(
+        wheel_complaints(wheel_path(machine), source) if machine else gpu_complaints(source)
+    )
     if found:
         sys.exit("\n".join(f"WRONG: {x}" for x in found))
 
