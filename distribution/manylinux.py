@@ -7,8 +7,9 @@ with the version it had then; the linker sees these in place of the real ones. T
 libstdc++ that is newer (constructors of string streams) is linked statically and hidden, as in
 the compilers of the manylinux images.
 
-libtorch has stand-ins as well, with its stable ABI alone: other functions of torch do not link.
-They are for the machine that the compiler compiles for, which torch's libraries need not be.
+libtorch has stand-ins as well, with its stable ABI alone: other functions of torch do not link, nor
+do Python's, so every Python can load the library. The stand-ins are for the machine that the
+compiler compiles for, which torch's libraries need not be.
 
 Nothing here proves the result: `make check-wheel` has auditwheel do that.
 """
