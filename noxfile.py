@@ -21,7 +21,6 @@ import shutil
 import sys
 import tarfile
 import time
-import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,7 +32,7 @@ import nox
 ROOT = Path(__file__).resolve().parent
 sys.path[:0] = [str(ROOT / "distribution"), str(ROOT / "benchmarks")]
 import common  # noqa: E402
-from release import DIST, identity, wheel_path  # noqa: E402
+from release import DIST, identity, unpack, wheel_path  # noqa: E402
 
 PYPROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 ROWS = PYPROJECT["tool"]["flash_ext"]["compat"]
@@ -103,9 +102,7 @@ def unpacked_sdist(folder: Path) -> Path:
 def source_with_wheel(folder: Path) -> Path:
     """The sdist, unpacked, with the package of the wheel in place of the sdist's."""
     source = unpacked_sdist(folder)
-    shutil.rmtree(source / "flash_ext")
-    with zipfile.ZipFile(wheel_path()) as archive:
-        archive.extractall(source, [n for n in archive.namelist() if n.startswith("flash_ext/")])
+    unpack(wheel_path(), source)
     return source
 
 

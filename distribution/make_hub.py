@@ -14,11 +14,9 @@ import ast
 import json
 import re
 import shutil
-import tempfile
-import zipfile
 from pathlib import Path
 
-from release import DIST, ROOT, Json, record_of, wheel_path
+from release import DIST, ROOT, record_of, unpack, wheel_path
 
 METADATA = {
     "name": "flash-ext",
@@ -36,24 +34,24 @@ def architectures(targets: str) -> list[str]:
     return re.findall(r"\d+\.\d\w*(?:\+PTX)?", re.sub(r"(\d+)(\d)", r"\1.\2", targets))
 
 
-def make(package: Path, record: Json, folder: Path) -> None:
-    """The whole layout, of a package with the library that the record tells of."""
+def make(wheel: Path, folder: Path) -> None:
+    """The whole layout."""
+    record = record_of(wheel)
     kernel = (ROOT / "distribution/hub_kernel.py").read_text().replace("VERSION", record["version"])
     gpu = {"type": "cuda", "archs": architectures(record["targets"])}
     cuda = f"torch-stable-abi211-cu{record['cuda'].replace('.', '')}-x86_64-linux"
     shutil.rmtree(folder, ignore_errors=True)
-    for name, backend, left_out in ((cuda, gpu, ""), ("torch-cpu", {"type": "cpu"}, "_C.*")):
+    for name, backend in ((cuda, gpu), ("torch-cpu", {"type": "cpu"})):
         variant = folder / "build" / name
-        ignored = shutil.ignore_patterns("__pycache__", left_out)
-        shutil.copytree(package, variant / "flash_ext", ignore=ignored)
+        unpack(wheel, variant)
         (variant / "__init__.py").write_text(kernel)
         unique = {"id": f"flash_ext_{record['digest']}_{backend['type']}"}
         metadata = unique | METADATA | {"backend": backend}
         (variant / "metadata.json").write_text(json.dumps(metadata, indent=1) + "\n")
+    for part in folder.glob("build/torch-cpu/flash_ext/_C.*"):
+        part.unlink()
     (folder / "README.md").write_text(CARD + (ast.get_docstring(ast.parse(kernel)) or "") + "\n")
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as unpacked, zipfile.ZipFile(wheel_path("x86_64")) as wheel:
-        wheel.extractall(unpacked)
-        make(Path(unpacked, "flash_ext"), record_of(wheel_path("x86_64")), DIST / "hub")
+    make(wheel_path("x86_64"), DIST / "hub")

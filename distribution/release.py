@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import platform
+import shutil
 import sys
 import zipfile
 from collections.abc import Iterator
@@ -36,6 +37,13 @@ def record_of(wheel: Path) -> Json:
     """What setup.py recorded of the library in a wheel."""
     with zipfile.ZipFile(wheel) as archive:
         return json.loads(archive.read("flash_ext/_C.json"))
+
+
+def unpack(wheel: Path, folder: Path) -> None:
+    """Puts the package of a wheel into a folder, in place of the one there."""
+    shutil.rmtree(folder / "flash_ext", ignore_errors=True)
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder, [x for x in archive.namelist() if x.startswith("flash_ext/")])
 
 
 def identity(wheel: Path) -> dict[str, str]:

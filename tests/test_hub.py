@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -34,12 +35,19 @@ needs_kernels = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def layout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("hub") / "hub"
+    """Of a wheel with the package as it is here."""
+    folder = tmp_path_factory.mktemp("hub")
     path = PACKAGE / "_C.json"
     record = json.loads(path.read_text()) if path.exists() else {}
     record = {n: x for n, x in record.items() if x} | {"targets": RECORDED["targets"]}
-    make_hub.make(PACKAGE, RECORDED | record, folder)
-    return folder
+    with zipfile.ZipFile(folder / "x.whl", "w") as archive:
+        archive.writestr("flash_ext/_C.json", json.dumps(RECORDED | record))
+        archive.writestr("flash_ext-1.dist-info/METADATA", "not the package's")
+        for file in sorted(PACKAGE.rglob("*.*")):
+            if file != path and file.suffix != ".pyc":
+                archive.write(file, Path("flash_ext", file.relative_to(PACKAGE)))
+    make_hub.make(folder / "x.whl", folder / "hub")
+    return folder / "hub"
 
 
 def python(code: str, layout: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -65,9 +73,9 @@ def test_the_layout(layout: Path) -> None:
         metadata = json.loads((variant / "metadata.json").read_text())
         assert metadata["name"] == "flash-ext" and metadata["backend"]["type"] == backend
         assert metadata["id"].isidentifier()
-        assert (variant / "flash_ext/_C.json").exists() == (
-            backend == "cuda" and (PACKAGE / "_C.json").exists()
-        )
+        files = {x.name for x in variant.iterdir()}
+        assert files == {"__init__.py", "flash_ext", "metadata.json"}
+        assert (variant / "flash_ext/_C.json").exists() == (backend == "cuda")
     assert metadata["backend"]["archs"] == ["8.0+PTX", "9.0a"]
     card = (layout / "README.md").read_text()
     assert card.startswith("---\nlicense: mit\nlibrary_name: kernels\n") and "flash-attn" in card
