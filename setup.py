@@ -220,7 +220,7 @@ def compile_and_link(
     def command(words: list[str]) -> str:
         return shlex.join(words).replace("$", "$$")
 
-    # The folder of `setup.py build`. That of an editable installation is another one each time.
+    # The folder of `setup.py build`; an editable installation has a new --build-temp each time.
     folder = Path("build", f"temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}")
     cxx = shlex.split(os.environ.get("CXX", "c++"))
     # In this order the files that take longest, FA3's and FA2's, are among the first.
