@@ -275,9 +275,16 @@ class PackageFp8(Fp8Provider):
         return call
 
 
-FP8_PROVIDERS: tuple[Fp8Provider, ...] = (
+def whole_call(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """From bfloat16 inputs, quantization included."""
+    out: Tensor = fp8.attention(q, k, v, causal=causal)
+    return out
+
+
+FP8_PROVIDERS: tuple[Provider, ...] = (
     Fp8Variant("fa3_fp8"),
     Fp8Variant("fa3_int8", int8=True),
+    Provider("fp8_attention", whole_call, limits=Fp8Provider.limits, fp8=True),
     PackageFp8("flash_attn_3_fp8"),
     CudnnFp8("cudnn_fp8", limits=(1e-1, 3e-1)),  # its output is rounded as well
 )

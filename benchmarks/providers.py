@@ -29,7 +29,7 @@ LABELS = {
     "sdpa": "SDPA", "flash": "SDPA flash", "cudnn": "SDPA cuDNN", "efficient": "SDPA efficient",
     "flash_attn_2": "flash-attn 2", "flash_attn_3": "flash-attn 3", "flash_attn_4": "flash-attn 4",
     "best_peer": "best peer", "standard": "standard attention",
-    "fa3_fp8": "flash_ext fa3, FP8",
+    "fa3_fp8": "flash_ext fa3, FP8", "fp8_attention": "flash_ext.fp8.attention",
     "fa3_int8": "flash_ext fa3, q and k in int8", "cudnn_fp8": "cuDNN, FP8",
     "flash_attn_3_fp8": "flash-attn 3, FP8",
 }  # fmt: skip

@@ -141,6 +141,8 @@ def fp8_summary(folder: Path) -> str:
             for name, label in FP8_OVER.items():
                 if values := ratios(cells, OURS_FP8, name):
                     yield line, f"over {label}", f"{geometric_mean(values):.2f}"
+            if values := ratios(cells, "fp8_attention", "fa3"):
+                yield line, "with quantization, over bf16", f"{geometric_mean(values):.2f}"
             if values := ratios(cells, "fa3_int8", OURS_FP8):
                 yield line, "q and k in int8, over FP8", f"{geometric_mean(values):.2f}"
 
