@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
@@ -59,17 +60,15 @@ inline void check_architecture(const Tensor& q) {
              device.minor);
 }
 
-// torch's current stream of x's device.
-inline cudaStream_t current_stream(const Tensor& x) {
+// launch(stream), on torch's current stream of x's device. Throws its error.
+template <class Launch>
+void launch_on_stream_of(const Tensor& x, Launch launch) {
     void* stream = nullptr;
     if (aoti_torch_get_current_cuda_stream == nullptr ||
         aoti_torch_get_current_cuda_stream(x.get_device_index(), &stream) != 0)
         fail("this torch has no CUDA stream to launch on");
-    return static_cast<cudaStream_t>(stream);
-}
-
-// Throws the error of a launch.
-inline void check_launch(cudaError_t status) {
+    const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+    const cudaError_t status = launch(static_cast<cudaStream_t>(stream));
     if (status == cudaErrorNoKernelImageForDevice || status == cudaErrorInvalidDeviceFunction)
         fail("the CUDA kernels were compiled for " FLASH_EXT_TARGETS
              ", which this GPU does not run: compile them on its machine, or set "

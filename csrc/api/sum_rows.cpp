@@ -1,7 +1,5 @@
 // From tensors to the kernel that adds up rows, or attention over some keys each. Calls
 // that are not accepted are refused in the words of flash_ext/cpu/sum_rows.py.
-#include <torch/csrc/stable/accelerator.h>
-
 #include <algorithm>
 #include <optional>
 #include <vector>
@@ -72,9 +70,7 @@ RowsPart& add_part(SumRowsParams& params, const Tensor& x, int64_t first) {
 void launch(const SumRowsParams& params, const Tensor& out) {
     if (params.all_rows() == 0) return;
     check_architecture(out);
-    const cudaStream_t stream = current_stream(out);
-    const torch::stable::accelerator::DeviceGuard guard(out.get_device_index());
-    check_launch(sum_rows(params, stream));
+    launch_on_stream_of(out, [&](auto stream) { return sum_rows(params, stream); });
 }
 
 void add_rows(const Tensor& out, const std::vector<Tensor>& parts,
