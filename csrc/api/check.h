@@ -10,7 +10,6 @@
 
 #include "api/accept.h"
 #include "plan/call.h"
-#include "plan/device.h"
 
 // Weak: a CPU-only libtorch lacks it, and there this library must load too.
 extern "C" __attribute__((weak)) AOTITorchError

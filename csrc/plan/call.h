@@ -1,12 +1,11 @@
-// A call, as far as the choice of its kernels depends on it: known before anything is allocated.
-// And the list of variants among which it chooses, which dispatch in csrc follows, and (through
-// tests/native) the tests.
+// A call and its GPU, as far as the choice of kernels depends on them: known before anything is
+// allocated. And the list of variants among which it chooses, which dispatch in csrc follows, and
+// (through tests/native) the tests.
 #pragma once
 
 #include <cstdint>
 #include <span>
 
-#include "plan/device.h"
 #include "problem/params.h"
 #include "tile/tensor_view.h"
 
@@ -19,6 +18,27 @@ inline constexpr int kVariants = 3;
 inline constexpr Variant kFastestVariant = Variant::kFa3;
 
 constexpr const char* name_of(Variant variant) { return kVariantNames[static_cast<int>(variant)]; }
+
+// What plans know of a GPU.
+struct GpuModel {
+    int major = 0;  // compute capability
+    int minor = 0;
+    int shared_bytes = 0;  // that a CTA can have
+    int sms = 0;
+    int64_t l2_share = 0;  // bytes of L2 that keep what CTAs share
+    int cluster_sms = 0;   // SMs that run clusters of four or eight CTAs, a CTA each
+};
+
+constexpr GpuModel gpu_model(int major, int minor, int shared_bytes, int sms, int64_t l2_bytes) {
+    // 32 MiB of an H100's 50 and of an A100's 40, as measured.
+    constexpr int64_t kL2Share = 32 << 20;
+    const int64_t l2_share = l2_bytes / 5 * 4 < kL2Share ? l2_bytes / 5 * 4 : kL2Share;
+    // The SMs of a GPC are not a multiple of four or eight: 12 of an H100's or H200's 132 are idle.
+    return {major, minor, shared_bytes, sms, l2_share, sms - sms / 11};
+}
+
+// Null where the CUDA runtime does not see it.
+const GpuModel* find_device(int index);
 
 // A tensor whose rows kernels read or write: (B, S, H, D), with varlen (1, total, H, D).
 struct Operand {

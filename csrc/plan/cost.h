@@ -8,7 +8,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "plan/device.h"
+#include "plan/call.h"
 #include "plan/tuning.h"
 #include "plan/workspace_rows.cuh"
 #include "problem/mask.cuh"
