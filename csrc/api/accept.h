@@ -19,7 +19,6 @@
 #include "api/attention.h"
 #include "api/boxing.h"
 #include "plan/call.h"
-#include "plan/text.h"
 #include "plan/tuning.h"
 #include "problem/params.h"
 

@@ -3,8 +3,11 @@
 // (through tests/native) the tests.
 #pragma once
 
+#include <concepts>
 #include <cstdint>
 #include <span>
+#include <string>
+#include <string_view>
 
 #include "problem/params.h"
 #include "tile/tensor_view.h"
@@ -74,5 +77,15 @@ struct Call {
     const AttentionParams& params;
     std::span<const Operand> operands;  // q, k, v; out and dout in a backward
 };
+
+// What is said of a call, without streams: a stream needs the locale of the C++ runtime that it was
+// compiled for, and a process may have loaded another one first.
+inline std::string part_of_text(std::string_view part) { return std::string(part); }
+inline std::string part_of_text(std::integral auto number) { return std::to_string(number); }
+
+template <class... Parts>
+std::string text(const Parts&... parts) {
+    return (std::string() + ... + part_of_text(parts));
+}
 
 }  // namespace flash_ext
