@@ -65,7 +65,7 @@ ScalarType out_dtype(ScalarType dtype, const Options& options) {
     return has_8_bits(dtype) ? ScalarType::BFloat16 : dtype;
 }
 
-// Everything but the results of the pass. `operands`: q, k, v; out and dout in a backward.
+// Everything but the results of the pass. `operands`: q, k, v.
 void fill_params(AttentionParams& params, const Sizes& sizes, std::span<const Operand> operands,
                  const Tensor& q, const Options& options, float max_p_factor) {
     const int64_t kUnlimited = BandMask::kUnlimited;
@@ -144,9 +144,8 @@ Tensor make_readable(Bias& bias, const Options& options) {
 }
 
 // `operands`: q, k, v.
-Variant forward_variant(AttentionParams params, std::span<const Operand> operands, const Tensor& q,
-                        const Options& options) {
-    params.aligned = std::ranges::all_of(operands, &Operand::is_aligned);
+Variant forward_variant(const AttentionParams& params, std::span<const Operand> operands,
+                        const Tensor& q, const Options& options) {
     const std::optional<Variant> wanted = variant_of(options);
     const Choice choice = choose({device_of(q), params, operands}, Pass::kForward,
                                  wanted.value_or(kFastestVariant), /*may_stand_in=*/!wanted);
@@ -222,8 +221,10 @@ AllGradients attention_backward(const BackwardTensors& x, const Options& options
                                 operand("out", x.out), operand("dout", x.dout)};
     BackwardPlan plan{};
     BackwardParams& params = plan.params;
-    fill_params(params, *sizes, operands, q, options, 0x1p15f);  // P is up to 1
-    const Variant forward = forward_variant(params, std::span(operands).first(3), q, options);
+    const auto qkv = std::span(operands).first(3);
+    fill_params(params, *sizes, qkv, q, options, 0x1p15f);  // P is up to 1
+    const Variant forward = forward_variant(params, qkv, q, options);
+    params.aligned = std::ranges::all_of(operands, &Operand::is_aligned);
     const Choice choice = choose({device_of(q), params, operands}, Pass::kBackward, forward, true);
     if (!choice.variant) fail(choice.why);
     plan.variant = *choice.variant;

@@ -9,10 +9,11 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
-#include <atomic>
 #include <exception>
 #include <memory>
 #include <numeric>
+#include <optional>
+#include <tuple>
 #include <vector>
 
 #include "api/accept.h"
@@ -115,31 +116,22 @@ Tensor empty_as(const Tensor& x) {
 
 // --- What flash_ext runs ---
 
-// Forward and backward: torch's backward could not continue this package's forward.
-bool passes_check(const Tensor& q, const Tensor& k, const Tensor& v, const Options& lengths) {
-    try {
-        return std::get<1>(attention_check(q, k, v, lengths)) >= 0;
-    } catch (const std::exception&) {
-        return false;
-    }
-}
-
-// Whether there are kernels for the call. That there are some for a device, dtype and head dim is
-// remembered; that there are none may have other reasons, and is asked again.
-bool has_kernel(const Tensor& q, const Tensor& k, const Tensor& v, const Options& options) {
-    constexpr int kDevices = 64, kDims = 257;
-    static std::atomic<bool> known[kDevices][2][kDims];
-    const int device = q.get_device_index() + 1;  // the CPU is -1
-    const int64_t dim = q.size(q.dim() - 1);
-    const ScalarType dtype = q.scalar_type();
-    if (has_8_bits(dtype)) return false;  // out would have another dtype
+// Whether there are kernels for the call, forward and backward: torch's backward could not continue
+// this package's forward. That there are is remembered for the device, dtype and head dim of the
+// thread's last call; that there are none may have other reasons, and is asked again.
+bool has_kernels(const Tensor& q, const Tensor& k, const Tensor& v, const Options& options) try {
+    static thread_local std::tuple<int64_t, ScalarType, int64_t> known;
+    const std::tuple asked(q.get_device_index(), q.scalar_type(), q.size(q.dim() - 1));
+    if (asked == known) return true;
     const Options lengths{.cu_seqlens_q = options.cu_seqlens_q,
                           .cu_seqlens_k = options.cu_seqlens_k};
-    if (device >= kDevices || dim >= kDims || !has_16_bits(dtype))
-        return passes_check(q, k, v, lengths);
-    auto& found = known[device][dtype == ScalarType::Half][dim];
-    if (!found && passes_check(q, k, v, lengths)) found = true;
-    return found;
+    if (has_8_bits(q.scalar_type()) ||  // out would have another dtype
+        std::get<1>(attention_check(q, k, v, lengths)) < 0)
+        return false;
+    known = asked;
+    return true;
+} catch (const std::exception&) {
+    return false;
 }
 
 // For q (B, Sq, Hq, D), k and v (B, Sk, Hk, D), or varlen, (total, H, D). For calls that torch does
@@ -150,7 +142,7 @@ bool runs(const Tensor& q, const Tensor& k, const Tensor& v, double dropout_p,
     if (dropout_p != 0 || !sizes || sizes->head_dim != sizes->head_dim_v) return false;
     for (const Tensor* x : {&q, &k, &v})
         if (x->numel() == 0 || dense_strides(*x).back() != 1) return false;
-    return has_kernel(q, k, v, options);
+    return has_kernels(q, k, v, options);
 }
 
 // --- Both passes, of every op: nothing where torch's kernel must run ---
