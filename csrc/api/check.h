@@ -35,7 +35,7 @@ inline Operand operand(const char* name, const Tensor& tensor) {
     const size_t first = 4 - sizes.size();  // varlen sequences have no dimension of batches
     for (size_t dim = 0; dim < sizes.size(); ++dim) {
         x.sizes[first + dim] = sizes[dim];
-        x.strides[first + dim] = strides[dim];
+        x.strides[first + dim] = sizes[dim] == 1 ? 0 : strides[dim];
     }
     return x;
 }

@@ -48,28 +48,24 @@ struct Operand {
     const char* name;  // of the argument
     void* data;
     int64_t sizes[4];
-    int64_t strides[4];
+    int64_t strides[4];  // 0 if the size is 1: such a stride is never used, and need not be aligned
     int element_bytes = 2;
 
     // Do all rows start on 16-byte boundaries and end on them?
     bool is_aligned() const {
         const int64_t elements = 16 / element_bytes;
         bool aligned = reinterpret_cast<uintptr_t>(data) % 16 == 0 && sizes[3] % elements == 0;
-        for (int dim = 0; dim < 3; ++dim) aligned = aligned && used_stride(dim) % elements == 0;
+        for (int dim = 0; dim < 3; ++dim) aligned = aligned && strides[dim] % elements == 0;
         return aligned;
     }
     // Can TMA address all rows? See tile/tensor_map.cuh.
     bool is_reached_by_tma() const {
         int64_t end = 0;  // in elements, of the memory that the tensor's rows span
-        for (int dim = 0; dim < 4; ++dim) end += sizes[dim] * used_stride(dim);
+        for (int dim = 0; dim < 4; ++dim) end += sizes[dim] * strides[dim];
         const bool rows_differ = sizes[1] == 1 || strides[1] > 0;
         return rows_differ && element_bytes * end < int64_t{1} << 35;
     }
-    TensorView view() const { return {data, used_stride(0), used_stride(1), used_stride(2)}; }
-
- private:
-    // The stride of a dimension of size 1 is never used, and need not be aligned.
-    int64_t used_stride(int dim) const { return sizes[dim] == 1 ? 0 : strides[dim]; }
+    TensorView view() const { return {data, strides[0], strides[1], strides[2]}; }
 };
 
 struct Call {

@@ -126,12 +126,6 @@ struct MmaKernels {
         reserve_rows(plan, plan.kernel.head_dims.qk);
     }
 
-    static constexpr VariantRow row(decltype(VariantRow::plan_forward) plan_forward,
-                                    decltype(VariantRow::plan_backward) plan_backward) {
-        return {unsupported_reason, std::nullopt, plan_forward, plan_backward, forward, backward};
-    }
-
- private:
     static cudaError_t forward(const ForwardPlan& plan, cudaStream_t stream) {
         return dispatch_head_dims<kForwardTable>(plan.kernel.head_dims, [&](auto d, auto dv) {
             return Launchers<d, dv>::forward(plan.params, plan.kernel, stream);
