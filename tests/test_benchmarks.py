@@ -287,7 +287,7 @@ def test_fp8_is_measured(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     for cell in run(compare.main, *given):
         result = cell["providers"]
         absent = ["cudnn_fp8", "flash_attn_3_fp8"]
-        assert sorted(result) == sorted(["fa3_fp8", "fa3_int8", "flash", *absent])
+        assert sorted(result) == sorted(["fa3_fp8", "fa3_int8", "fp8_attention", "flash", *absent])
         assert all("ModuleNotFoundError" in result.pop(n)["skipped"] for n in absent)
         assert all(r["ms"] > 0 for r in result.values())
         assert all(1e-2 < result[n]["error"] < 4e-2 for n in result if n != "flash"), "P in e4m3"
