@@ -50,6 +50,13 @@ FLASH_DEVICE void st_shared_v4(uint32_t address, const float (&v)[4]) {
                  : "memory");
 }
 
+FLASH_DEVICE void ld_shared_v2(float (&v)[2], uint32_t address) {
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                 : "=f"(v[0]), "=f"(v[1])
+                 : "r"(address)
+                 : "memory");
+}
+
 FLASH_DEVICE void ld_shared_v4(float (&v)[4], uint32_t address) {
     asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                  : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])

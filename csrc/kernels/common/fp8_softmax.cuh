@@ -50,7 +50,8 @@ template <int kCols, int kOffset_>
 struct Fp8SoftmaxBase : OnlineSoftmax<16> {
     static constexpr float kOffset = kOffset_;
     static constexpr float kFactor = 1 << kOffset_;
-    static constexpr float kLargeMax = 0x1p22f;  // is rounded by up to a quarter
+    // Is rounded by up to a quarter. Scores of numbers without descales stay below 4.7 million.
+    static constexpr float kLargeMax = 0x1.8p22f;
 
     // Blocks of keys that share a descale begin and end at multiples of this many n.
     static constexpr int kScaleN = std::gcd(kCols, kDescaleRows) / 8;
@@ -121,7 +122,7 @@ struct Fp8Softmax : Fp8SoftmaxBase<kCols, 8> {
     // Replaces the scores by P, and packs P. Returns the factors of O in float32.
     //
     // A score is Form::value(s.v[0][n][i]) * scale(n, i / 2), and P Stored::value() of the same
-    // register. turn: begins and ends around the exponentials.
+    // register. turn: begins before the exponentials, and ends when a quarter of them is left.
     template <class Form, class Stored, class Scores, class Scale, class Turn>
     FLASH_DEVICE void step(Scores& s, Probabilities& p, float (&factor)[2], const Scale& scale,
                            Turn& turn, bool) {
@@ -156,8 +157,9 @@ struct Fp8Softmax : Fp8SoftmaxBase<kCols, 8> {
         for (int n = 0; n < Scores::kN; ++n) {
             exponentiate(n, 1);
             add(n, 0);
+            // Alone the other exponentials would wait for each other's results.
+            if (n == Scores::kN / 2 - 1) turn.end(last);
         }
-        turn.end(last);
         // One register of P, of an A fragment, is of row j % 2 and keys 8 (j / 2) to 8 (j / 2) + 15
         // of 32.
 #pragma unroll

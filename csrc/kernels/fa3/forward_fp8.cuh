@@ -5,11 +5,11 @@
 // - 8-bit wgmma reads both operands K-major. So V is transposed before, by a kernel of its own
 //   (fp8/transpose_v.cuh), and a warp of the first warpgroup loads V^T. If there are few queries, a
 //   pass over all of V would take too long: K's producer also loads V, and two warps of the first
-//   warpgroup transpose it (tile/transpose.cuh). V's descales come with the Q tile's first V.
+//   warpgroup transpose it (tile/transpose.cuh). Either way these warps copy V's descales, too.
 // - The tensor core keeps only some 14 bits of a sum. So P V of one tile is computed from zero, in
 //   the registers of S, and added to O in float32, which is rescaled by the same FMA. It is
 //   complete before S' = Q K^T starts.
-// - So a consumer's own steps do not overlap, and tiles have more keys. Consumers compute their
+// - So a consumer's own steps do not overlap, and tiles have more keys. Consumers compute most
 //   exponentials in turns: each beside the matmuls of the other one. At head dim 64, with its other
 //   softmax, they order their matmuls (ping-pong). Up to head dim 128 O is stored while the next Q
 //   tile's first scores are computed.
@@ -20,12 +20,16 @@
 //
 //   barrier             arrivals per phase                   who waits
 //   turn (of each one)  128: each thread of the consumer     that consumer, before its
-//                       before it, when it has computed its  exponentials
-//                       exponentials
+//                       before it, when it has computed most exponentials
+//                       of its exponentials
+//   full(V's descales)  32: each thread of the warp that is  consumers, before they store O
+//                       V's producer
 //
 // In a kernel that transposes V
 //
 //   barrier             arrivals per phase                   who waits
+//   full(V's descales)  64: each thread of the warps that    consumers, before they store O
+//                       transpose
 //   full(V^T)           2: each warp that transposes         consumers, before P V
 //   empty(V^T)          4 a consumer: each warp, when P V    the warps that transpose
 //                       is complete
@@ -53,8 +57,8 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
     using Tiles = typename Fa3ForwardFp8::Fa3ForwardTiles;
     using Tiles::consumer, Tiles::elected, Tiles::end_work_tile, Tiles::find_tile,
         Tiles::full_tiles, Tiles::group, Tiles::k_pipeline, Tiles::kBlockKV, Tiles::kConsumers,
-        Tiles::params, Tiles::q_pipeline, Tiles::query_of, Tiles::release,
-        Tiles::release_and_advance, Tiles::v_pipeline, Tiles::warp_row, Tiles::work_tiles;
+        Tiles::params, Tiles::q_pipeline, Tiles::query_of, Tiles::release_and_advance,
+        Tiles::v_pipeline, Tiles::warp_row, Tiles::work_tiles;
     using typename Tiles::KTile, typename Tiles::Order, typename Tiles::Output,
         typename Tiles::QTile, typename Tiles::QPipeline, typename Tiles::KPipeline,
         typename Tiles::VPipeline, typename Tiles::VTile, typename Tiles::WorkTileState;
@@ -86,6 +90,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         uint64_t turns[kConsumers];
         int zero;  // is 0, which the compiler does not know
         // V's descales of each Q tile, in the stages of their descriptions.
+        uint64_t v_descales_full[Tiles::WorkTiles::kStages];
         alignas(sizeof(float2)) float v_descales[Tiles::WorkTiles::kStages][kHeadDimV];
         // How far each consumer thread has cooled its two rows (fp8_softmax.cuh), in powers of two.
         uint8_t cooling[kConsumers * 128][2];
@@ -107,6 +112,8 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
     FLASH_DEVICE void init() const {
         this->init_pipelines(kWarpsOfV, 1 + kWarpsOfV);  // Q's producer and V's read work tiles
         if constexpr (kTransposesV) row_major_v().init(kWarpsOfV);
+        for (uint64_t& full : storage.v_descales_full)
+            ptx::mbarrier_init(ptx::shared_address(&full), 32 * kWarpsOfV);
         if (!kTuning.ping_pong)
             for (int i = 0; i < kConsumers; ++i) ptx::mbarrier_init(turn_of(i), 128);
         storage.zero = 0;
@@ -119,25 +126,24 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
     }
 
     FLASH_DEVICE void produce() const {
-        if (warp_id() == 0) {
-            if constexpr (kTransposesV) {
-                typename RowMajorVPipeline::State v;
-                this->produce_k([&](const QueryTile& tile, int first_key) {
-                    const KeyRows keys = key_rows(params, tile.sequence);
-                    load_tile<VTile, Tiles::kKVBoxRows>(
-                        row_major_v(), v, params.v_map,
-                        keys.tensor_rows<Float8>(params.v, key_head(params, tile.head), first_key),
-                        first_key);
-                    v.advance();
-                });
-            } else {
-                this->produce_k([](const QueryTile&, int) {});
-            }
-        }
+        typename RowMajorVPipeline::State v;
+        if (warp_id() == 0)
+            this->produce_k([&](const QueryTile& tile, int first_key) {
+                if constexpr (kTransposesV) load_row_major_v(tile, first_key, v);
+            });
         if (warp_id() == 3) this->produce_q();
     }
     FLASH_DEVICE void produce_by_warps() const {
         if (warp_id() > 0 && warp_id() <= kWarpsOfV) produce_v();
+    }
+
+    FLASH_DEVICE void load_row_major_v(const QueryTile& tile, int first_key,
+                                       typename RowMajorVPipeline::State& v) const {
+        const KeyRows keys = key_rows(params, tile.sequence);
+        const int head = key_head(params, tile.head);
+        const TensorRows rows = keys.tensor_rows<Float8>(params.v, head, first_key);
+        load_tile<VTile, Tiles::kKVBoxRows>(row_major_v(), v, params.v_map, rows, first_key);
+        v.advance();
     }
 
     // V^T and V's descales, by all lanes of kWarpsOfV warps.
@@ -145,19 +151,16 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         if (!kTransposesV) ptx::wait_for_grid_before();  // for V^T
         typename RowMajorVPipeline::State from;
         typename VPipeline::State to;
-        for (WorkTileState t;; t.advance()) {
+        for (WorkTileState t;; end_work_tile(t)) {
             work_tiles.descriptions.consumer_wait(t);
             const QueryTile& tile = work_tiles[t];
             if (tile.first_query < 0) return;
             load_v_descales(tile, t);
-            __syncwarp();  // the arrival at V's barrier comes after them
             if constexpr (kTransposesV) {
                 transpose_v(tile, from, to);
             } else if (elected) {
                 load_transposed_v(tile, to);
             }
-            __syncwarp();
-            release(work_tiles.descriptions, t);
         }
     }
 
@@ -167,7 +170,15 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         const float* source = descales_of(params.v_descale, tile, tile.head);
         const int64_t stride = source == &kNoDescale ? 0 : params.v_descale.last_stride;
         for (int i = threadIdx.x - 32; i < params.head_dim_v; i += 32 * kWarpsOfV)
-            storage.v_descales[t.stage][i] = __ldg(source + i * stride);
+            ptx::st_shared(v_descales(t) + 4 * i, __float_as_uint(__ldg(source + i * stride)));
+        ptx::mbarrier_arrive(v_descales_full(t));
+    }
+
+    FLASH_DEVICE uint32_t v_descales(const WorkTileState& t) const {
+        return ptx::shared_address(storage.v_descales[t.stage]);
+    }
+    FLASH_DEVICE uint32_t v_descales_full(const WorkTileState& t) const {
+        return ptx::shared_address(&storage.v_descales_full[t.stage]);
     }
 
     FLASH_DEVICE void load_transposed_v(const QueryTile& tile, typename VPipeline::State& v) const {
@@ -213,7 +224,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         return ptx::shared_address(&storage.turns[consumer]);
     }
 
-    // Consumers compute their exponentials in turns, each beside the matmuls of another.
+    // Consumers compute most exponentials in turns, each beside the matmuls of another.
     struct ExponentialTurn {
         const Fa3ForwardFp8& cta;
         uint32_t parity;
@@ -227,7 +238,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         }
         // Returns x. So ptxas cannot move what is computed from it before the turn.
         FLASH_DEVICE float pin(float x) const { return __int_as_float(__float_as_int(x) + zero); }
-        // After P is computed, of which this is the last one: no P is 2^100.
+        // After P up to this one is computed: no P is 2^100.
         FLASH_DEVICE void end(float p) const {
             ptx::mbarrier_arrive_unless(p, 0x1p100f, cta.turn_of((cta.consumer + 1) % kConsumers));
         }
@@ -366,16 +377,16 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         }
     }
 
-    // Multiplies O by V's descales, which came with the tile's first V.
+    // Multiplies O by V's descales.
     FLASH_DEVICE void descale_output(Output& rO, const WorkTileState& t) const {
-        const float* of_lane = &storage.v_descales[t.stage][lane_col()];
+        ptx::mbarrier_wait(v_descales_full(t), t.phase);
+        const uint32_t of_lane = v_descales(t) + 4 * lane_col();
 #pragma unroll
         for (int n = 0; n < Output::kN; ++n) {
-            const float2 factors = *reinterpret_cast<const float2*>(of_lane + 8 * n);
-            rO.v[0][n][0] *= factors.x;
-            rO.v[0][n][1] *= factors.y;
-            rO.v[0][n][2] *= factors.x;
-            rO.v[0][n][3] *= factors.y;
+            float factors[2];
+            ptx::ld_shared_v2(factors, of_lane + 32 * n);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) rO.v[0][n][e] *= factors[e % 2];
         }
     }
 
@@ -407,7 +418,6 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
     // scores of the other keys, whose registers are free, are computed beside the last additions.
     template <bool kStartScores>
     FLASH_DEVICE void add_output(State& x, const Probabilities& rP) const {
-        static_assert(kPartialCols <= kBlockKV);
         auto& rPartial = x.rS.template columns<kPartialCols>(0);
         constexpr int kSteps = kHeadDimV / kPartialCols;
         compile_time_for<kSteps>([&](auto i) {
@@ -460,7 +470,8 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
     // The stage of the previous Q tile's description.
     static FLASH_DEVICE WorkTileState tile_before(const WorkTileState& t) {
         constexpr int kStages = Tiles::WorkTiles::kStages;
-        return {(t.stage + kStages - 1) % kStages};
+        const bool wraps = t.stage == 0;
+        return {wraps ? kStages - 1 : t.stage - 1, t.phase ^ wraps};
     }
 
     // Stores O / l and lse, or the results of a split.

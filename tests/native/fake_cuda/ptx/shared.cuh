@@ -20,6 +20,7 @@ inline uint16_t ld_shared_u16(uint32_t address) {
     note(Event::kRead, address, 2);
     return 0;
 }
+inline void ld_shared_v2(float (&v)[2], uint32_t address) { ld_shared(v, address); }
 template <class T>
 void ld_shared_v4(T (&v)[4], uint32_t address) {
     ld_shared(v, address);
