@@ -17,8 +17,6 @@ else
 PY := $(CURDIR)/.venv/bin/python
 SCRIPTS := $(CURDIR)/.venv/bin:$(call folder_of,$(PYTHON))
 READY := .venv/ready
-RELEASE_READY := .venv/release
-DOCS_READY := .venv/docs
 endif
 # PY is quoted: there may be spaces in the path.
 override PY := "$(PY)"
@@ -34,25 +32,17 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 help:
 	@sed -nE 's/^## /make /p; s/^([a-z-]+:).*  ## /make \1 /p' Makefile
 
-# Prints the folders of packages of a Python whose torch is new enough.
-SHARED = import sys; from importlib.metadata import version; \
-    assert tuple(map(int, version("torch").split(".")[:2])) >= (2, 11); \
-    print(*[x for x in sys.path if x.endswith("-packages")], sep="\n")
-
+# Without an index pip installs no torch, and tells whether a new enough one is there.
 .venv/ready: pyproject.toml
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	    { echo "flash_ext needs Python 3.10 or newer; use: make PYTHON=/path/to/python"; exit 1; }
 	@echo "making .venv with the tools, and with torch unless $(PYTHON) has it (some minutes)"
 	"$(PYTHON)" -m venv .venv
+	cd .venv/lib/python*/site-packages && "$(PYTHON)" -c \
+	    'import sys; print(*[x for x in sys.path if x.endswith("-packages")], sep="\n")' > shared.pth
 	$(PY) -m pip install -q "pip>=25.1"
-	@shared="$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth"; \
-	"$(PYTHON)" -c '$(SHARED)' > "$$shared" 2>/dev/null || \
-	    { rm "$$shared"; $(PY) -m pip install --group torch; }
+	$(PY) -m pip install -q --no-index "torch>=2.11" 2> /dev/null || $(PY) -m pip install --group torch
 	$(PY) -m pip install -q --group dev
-	@touch $@
-
-.venv/release .venv/docs: .venv/ready
-	$(PY) -m pip install -q --group $(@F)
 	@touch $@
 
 demo: $(READY)  ## train a small GPT through flash_ext and through standard attention
@@ -94,7 +84,7 @@ bench: build  ## measure what the documents show (ARGS=--record: into benchmarks
 report: $(READY)  ## put the measured tables and figures into README.md and docs/
 	cd benchmarks && $(PY) -m report $(ARGS)
 
-docs: $(DOCS_READY)  ## the documents and the API, from docstrings, as a site in build/site
+docs: $(READY)  ## the documents and the API, from docstrings, as a site in build/site
 	$(PY) -m mkdocs build --strict
 
 DIST ?= dist
@@ -120,7 +110,7 @@ build/$(MACHINE): $(READY)
 endif
 # The same bytes every time: the times in zip files begin in 1980.
 wheel: export SOURCE_DATE_EPOCH = 315532800
-wheel: $(RELEASE_READY) sdist  ## the wheel and the sdist, checked
+wheel: $(READY) sdist  ## the wheel and the sdist, checked
 	rm -f dist/*$(PLATFORM).whl
 	FLASH_EXT_PORTABLE=1 $(CROSS) \
 	    $(PY) -m build --no-isolation --wheel -C=--build-option=--plat-name=$(PLATFORM)
@@ -128,12 +118,11 @@ wheel: $(RELEASE_READY) sdist  ## the wheel and the sdist, checked
 
 # auditwheel adds the platform that it finds to the name: its --plat knows only this machine's. It
 # would also add a library that the platform lacks to the wheel, and check_wheel_contents finds that.
-check-wheel: $(RELEASE_READY)  ## only the checks of it
+check-wheel: $(READY)  ## only the checks of it
 	rm -rf build/audited
 	$(PY) -m auditwheel repair --plat auto -w build/audited \
 	    --exclude libtorch.so --exclude libtorch_cpu.so dist/*$(PLATFORM).whl
 	! ls build/audited | grep -E '_2_(29|[3-9][0-9])_'
-	$(PY) -m abi3audit --strict dist/*$(PLATFORM).whl
 	$(PY) -m check_wheel_contents build/audited
 	$(PY) -m twine check --strict dist/*.tar.gz dist/*$(PLATFORM).whl
 	$(PY) distribution/release.py $(MACHINE)
@@ -141,7 +130,7 @@ check-wheel: $(RELEASE_READY)  ## only the checks of it
 hub: $(READY)  ## dist/hub, for Hugging Face's kernels, from the wheel
 	$(PY) distribution/make_hub.py $(ARGS)
 
-compat: $(RELEASE_READY)  ## the wheel under each torch and Python, its source under each nvcc, by nox
+compat: $(READY)  ## the wheel under each torch and Python, its source under each nvcc, by nox
 	$(PY) -m nox $(ARGS)
 	cd benchmarks && $(PY) -m report
 
@@ -152,6 +141,7 @@ release: lint check-wheel hub  ## the checklist of a release: refuses if somethi
 	cd benchmarks && $(PY) -m report --check
 	$(MAKE) sdist DIST=build/again && cmp build/again/*.tar.gz dist/*.tar.gz
 	$(PY) distribution/release.py
+	$(PY) -m nox -s complete
 	cd dist && sha256sum *.whl *.tar.gz > SHA256SUMS
 	@echo "ready. Tag the commit, push the tag, and upload dist/*.whl, dist/*.tar.gz and dist/hub."
 

@@ -3,6 +3,7 @@
     nox                                            # all rows; `make compat`
     nox -s "wheel(python='3.11', torch='2.11.0')"  # one of them; nox --list: their names
     nox -s gpu                                     # the GPU tests, in this environment
+    nox -s complete                                # an error if a row is missing or not green
 
 A row of torch has its own environment. There the wheel is installed, without a compiler in
 reach, and imported; its ops, attention on the CPU and explain are tried; then the CPU tests of the
@@ -20,19 +21,17 @@ import shutil
 import sys
 import tarfile
 import time
-import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import nox
 
 ROOT = Path(__file__).resolve().parent
 sys.path[:0] = [str(ROOT / "distribution"), str(ROOT / "benchmarks")]
 import common  # noqa: E402
-from release import DIST, RECORD, content_checksum, wheel_path  # noqa: E402
+from release import DIST, identity, unpack, wheel_path  # noqa: E402
 
 PYPROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 ROWS = PYPROJECT["tool"]["flash_ext"]["compat"]
@@ -68,6 +67,12 @@ print(json.dumps({
 """
 
 
+def tested() -> tuple[dict[str, str], dict[str, Any]]:
+    """The head of compat.json for the wheel of dist/, and the rows that it has of this wheel."""
+    found, wheel = common.read_json(RESULTS) or {}, identity(wheel_path())
+    return wheel, found["rows"] if found == found | wheel else {}
+
+
 @contextmanager
 def row(name: str) -> Iterator[dict[str, Any]]:
     """The facts of a row, which are stored in the end: as green if no command failed."""
@@ -77,13 +82,9 @@ def row(name: str) -> Iterator[dict[str, Any]]:
         facts["green"] = True
         del facts["failed"]
     finally:
-        wheel = content_checksum(wheel_path())
-        with zipfile.ZipFile(wheel_path()) as archive:
-            digest = json.loads(archive.read(RECORD)).get("digest")
-        found = common.read_json(RESULTS) or {}
-        rows = found.get("rows", {}) if found.get("wheel") == wheel else {}
+        wheel, rows = tested()
         rows[name] = facts | {"date": common.now()}
-        common.write_json(RESULTS, {"wheel": wheel, "digest": digest, "rows": rows})
+        common.write_json(RESULTS, wheel | {"rows": rows})
 
 
 def unpacked_sdist(folder: Path) -> Path:
@@ -100,18 +101,8 @@ def unpacked_sdist(folder: Path) -> Path:
 def source_with_wheel(folder: Path) -> Path:
     """The sdist, unpacked, with the package of the wheel in place of the sdist's."""
     source = unpacked_sdist(folder)
-    shutil.rmtree(source / "flash_ext")
-    with zipfile.ZipFile(wheel_path()) as archive:
-        archive.extractall(source, [n for n in archive.namelist() if n.startswith("flash_ext/")])
+    unpack(wheel_path(), source)
     return source
-
-
-def counts_of(report: Path) -> dict[str, int]:
-    """How many tests passed, failed and were skipped, from pytest's XML."""
-    (suite,) = ElementTree.parse(report).iter("testsuite")
-    tests, skipped = int(suite.attrib["tests"]), int(suite.attrib["skipped"])
-    failed = int(suite.attrib["failures"]) + int(suite.attrib["errors"])
-    return {"passed": tests - failed - skipped, "failed": failed, "skipped": skipped}
 
 
 @nox.session
@@ -133,13 +124,14 @@ def wheel(session: nox.Session, torch: str) -> None:
         session.run("python", "-m", "pip", "uninstall", "-q", "-y", "flash_ext")
         source = source_with_wheel(Path.cwd())
         session.chdir(source)
-        report = source / "tests.xml"
-        options = ["-q", "-m", "not gpu", "-n", "2", f"--junitxml={report}", *session.posargs]
+        report = source.parent / "tests.json"
+        report.unlink(missing_ok=True)
+        options = ["-q", "-m", "not gpu", "-n", "2", f"--report={report}", *session.posargs]
         environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(source)}
         try:
             session.run("python", "-m", "pytest", *options, env=environment)
         finally:
-            facts["tests"] = {"counts": counts_of(report)}
+            facts["tests"] = {"counts": (common.read_json(report) or {})["counts"]}
 
 
 @nox.session(venv_backend="none")
@@ -160,7 +152,7 @@ def nvcc(session: nox.Session, release: str) -> None:
         changed = {"CUDA_HOME": str(home), "FLASH_EXT_CUDA_ARCHS": "80+PTX;90a"}
         session.run(sys.executable, "setup.py", "build", env=changed | {"FLASH_EXT_STRICT": "0"})
         facts["kernels"] = (source / "build/ptxas.log").read_text().count("Function properties")
-        (library,) = source.glob(f"build/lib*/{RECORD}")
+        (library,) = source.glob("build/lib*/flash_ext/_C.json")
         facts["slow_kernels"] = json.loads(library.read_text())["slow_kernels"]
         if not facts["kernels"] or facts["slow_kernels"]:
             session.error(f"slow kernels: {facts['slow_kernels']}")
@@ -184,3 +176,13 @@ def gpu(session: nox.Session) -> None:
             session.run(*command, env={"PYTHONPATH": str(source)})
         finally:
             facts["tests"] = {"counts": (common.read_json(report) or {})["counts"]}
+
+
+@nox.session(venv_backend="none")
+def complete(session: nox.Session) -> None:
+    """Every row is there and green, for the wheel of dist/: a release needs it."""
+    names = [f"{torch}, {python}" for torch, python in ROWS["torch"]]
+    names += [*(f"nvcc {x}" for x in ROWS["nvcc"]), "gpu"]
+    _, rows = tested()
+    if missing := [name for name in names if not rows.get(name, {}).get("green")]:
+        session.error(f"not tested with this wheel, or not green: {'; '.join(missing)}")

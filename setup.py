@@ -106,11 +106,10 @@ def check_nvcc(home: Path, archs: str) -> str:
             f"flash_ext: CUDA_HOME={home} has no bin/nvcc and include/cuda_runtime.h; correct or"
             " unset it, or set FLASH_EXT_SKIP_CUDA=1 to install without the CUDA kernels"
         )
-    try:
-        said = subprocess.check_output([home / "bin/nvcc", "--version"], text=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        sys.exit(f"flash_ext: {home}/bin/nvcc does not run: {error}")
-    release = (re.findall(r"release (\d+\.\d+)", said) or ["13.0"])[0]
+    said = subprocess.getoutput(shlex.join([f"{home}/bin/nvcc", "--version"]))
+    if not (found := re.search(r"release (\d+\.\d+)", said)):
+        sys.exit(f"flash_ext: {home}/bin/nvcc does not run: {said}")
+    release = found[1]
     hopper = "90a" in archs
     oldest = OLDEST_NVCC["90a" if hopper else "80"]
     if tuple(map(int, release.split("."))) < oldest:
@@ -214,16 +213,15 @@ def host_source() -> Path:
 
 
 def compile_and_link(
-    folder: Path, nvcc: list[str], archs: str, host: list[str], link: list[str]
-) -> list[Path]:
-    """Builds folder/_C.abi3.so by ninja: what changed. Returns the logs of all files."""
+    nvcc: list[str], archs: str, host: list[str], link: list[str]
+) -> tuple[Path, list[Path]]:
+    """Builds _C.abi3.so by ninja: what changed. Returns its path, and the logs of all files."""
 
     def command(words: list[str]) -> str:
         return shlex.join(words).replace("$", "$$")
 
-    def path(name: Path) -> str:
-        return re.sub(r"([$ :])", r"$\1", str(name))
-
+    # The folder of `setup.py build`; an editable installation has a new --build-temp each time.
+    folder = Path("build", f"temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}")
     cxx = shlex.split(os.environ.get("CXX", "c++"))
     # In this order the files that take longest, FA3's and FA2's, are among the first.
     kernels = sorted(ROOT.glob("csrc/instantiate/*.cu"), reverse=True)
@@ -231,13 +229,13 @@ def compile_and_link(
     tools[host_source().relative_to(ROOT)] = [*cxx, *host]
     objects = [folder / f"{source}.o" for source in tools]
     text = NINJA.format(
-        folder=path(folder),
+        folder=folder,
         cxx=command(cxx),
         link=command(link),
-        objects=" ".join(map(path, objects)),
+        objects=" ".join(map(str, objects)),
     )
     for target, (source, tool) in zip(objects, tools.items(), strict=True):
-        text += f"build {path(target)}: compile {source}\n  tool = {command(tool)}\n"
+        text += f"build {target}: compile {source}\n  tool = {command(tool)}\n"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "build.ninja").write_text(text)
     sys.stdout.flush()
@@ -249,7 +247,7 @@ def compile_and_link(
     environment = {"NINJA_STATUS": "[%f/%t, %e s] "} | os.environ
     if subprocess.run(ninja_command, cwd=ROOT, env=environment).returncode:
         sys.exit("flash_ext: the CUDA kernels did not compile, see above")
-    return [Path(f"{x}.log") for x in objects]
+    return folder / "_C.abi3.so", [Path(f"{x}.log") for x in objects]
 
 
 def judge(logs: list[Path]) -> list[str]:
@@ -295,12 +293,11 @@ class BuildKernels(build_ext):
             system = manylinux.link_flags(libraries, machine, libtorch)
         compiler = shlex.split(os.environ.get("PYTORCH_NVCC") or shlex.quote(f"{home}/bin/nvcc"))
         nvcc, host, link = flags_of(archs, release, home, torch_home, libraries, portable)
-        folder = Path(self.build_temp)
-        logs = compile_and_link(folder, [*compiler, *nvcc], archs, host, [*link, *system])
+        built, logs = compile_and_link([*compiler, *nvcc], archs, host, [*link, *system])
         slow = judge(logs)
         binary = Path(self.get_ext_fullpath("flash_ext._C"))
         binary.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(folder / "_C.abi3.so", binary)
+        shutil.copy(built, binary)
         record = {
             "version": self.distribution.get_version(),
             "digest": digest.source_digest(ROOT),

@@ -16,10 +16,11 @@ at d 96, 10 at d 192. A cell's FLOPs are 4 B H S S D, halved when causal, times 
 shapes.toml has the other sets. No provider is timed before its results agree with float32 standard
 attention.
 
---set fp8 is the forward in FP8, quantization not timed: fa3 with output in bfloat16 and cuDNN
-through nvidia-cudnn-frontend (imported as ``cudnn``) with output in FP8, beside fa3 and its peers
-in bfloat16 on the inputs before quantization. Providers of FP8 are held against float32 standard
-attention of what the FP8 numbers stand for.
+--set fp8 is the forward in FP8, quantization not timed: fa3, and FlashAttention-3's package or
+fa3-fwd's build of it, with output in bfloat16, and cuDNN through nvidia-cudnn-frontend (imported as
+``cudnn``) with output in FP8; beside them fa3 and its peers in bfloat16 on the inputs before
+quantization. Providers of FP8 are held against float32 standard attention of what the FP8 numbers
+stand for.
 
 With --sustained each call runs back to back for a second or more, as in training, where the GPU
 comes to its power limit.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib
+import importlib.util
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -251,9 +251,41 @@ class CudnnFp8(Fp8Provider):
         return 2.0 ** math.floor(math.log2(LARGEST / largest)) if largest else 1.0
 
 
-FP8_PROVIDERS: tuple[Fp8Provider, ...] = (
+class PackageFp8(Fp8Provider):
+    """FlashAttention-3's own FP8 forward, with output in bfloat16.
+
+    Of its module, or of fa3-fwd's, which is a build of the forward pass. It takes scales of heads.
+    """
+
+    MODULES = ("flash_attn_interface", "fa3_fwd_interface")
+
+    def prepare(self, x: Quantized, causal: bool) -> Callable[[], Tensor]:
+        module = next(filter(importlib.util.find_spec, self.MODULES), self.MODULES[0])
+        function = importlib.import_module(module).flash_attn_func
+        heads = x.k.shape[0], x.k.shape[2]
+        descales = {
+            name: y.expand(heads).contiguous() for name, y in x.descales.items() if y is not None
+        }
+
+        def call() -> Tensor:
+            result = function(*x[:3], causal=causal, **descales)
+            out: Tensor = result[0] if isinstance(result, tuple) else result
+            return out
+
+        return call
+
+
+def whole_call(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """From bfloat16 inputs, quantization included."""
+    out: Tensor = fp8.attention(q, k, v, causal=causal)
+    return out
+
+
+FP8_PROVIDERS: tuple[Provider, ...] = (
     Fp8Variant("fa3_fp8"),
     Fp8Variant("fa3_int8", int8=True),
+    Provider("fp8_attention", whole_call, limits=Fp8Provider.limits, fp8=True),
+    PackageFp8("flash_attn_3_fp8"),
     CudnnFp8("cudnn_fp8", limits=(1e-1, 3e-1)),  # its output is rounded as well
 )
 

@@ -29,8 +29,9 @@ LABELS = {
     "sdpa": "SDPA", "flash": "SDPA flash", "cudnn": "SDPA cuDNN", "efficient": "SDPA efficient",
     "flash_attn_2": "flash-attn 2", "flash_attn_3": "flash-attn 3", "flash_attn_4": "flash-attn 4",
     "best_peer": "best peer", "standard": "standard attention",
-    "fa3_fp8": "flash_ext fa3, FP8",
+    "fa3_fp8": "flash_ext fa3, FP8", "fp8_attention": "flash_ext.fp8.attention",
     "fa3_int8": "flash_ext fa3, q and k in int8", "cudnn_fp8": "cuDNN, FP8",
+    "flash_attn_3_fp8": "flash-attn 3, FP8",
 }  # fmt: skip
 # Relative errors beyond which a result is wrong: of the whole, and of the worst block of rows.
 WHOLE_LIMIT, BLOCK_LIMIT = 2e-2, 1e-1
@@ -193,7 +194,8 @@ def running(device: torch.device, d: int = 64, gradients: bool = False) -> list[
 
 
 DISTRIBUTIONS = {"flash_attn_2": "flash-attn", "flash_attn_3": "flash-attn-3",
-                 "flash_attn_4": "flash-attn-4", "cudnn_fp8": "nvidia-cudnn-frontend"}  # fmt: skip
+                 "flash_attn_4": "flash-attn-4", "cudnn_fp8": "nvidia-cudnn-frontend",
+                 "flash_attn_3_fp8": "fa3-fwd"}  # fmt: skip
 
 
 def versions(providers: Iterable[Provider]) -> dict[str, str]:

@@ -199,7 +199,7 @@ NUMBERS = (1, 2, 4, *range(CLUSTER, 15 * CLUSTER + 1, CLUSTER))  # those that a 
 
 
 class Gpu(NamedTuple):
-    """As GpuModel in csrc/plan/device.h."""
+    """As GpuModel in csrc/plan/call.h."""
 
     sms: int
     l2_share: int

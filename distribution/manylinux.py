@@ -7,8 +7,9 @@ with the version it had then; the linker sees these in place of the real ones. T
 libstdc++ that is newer (constructors of string streams) is linked statically and hidden, as in
 the compilers of the manylinux images.
 
-libtorch has stand-ins as well, with its stable ABI alone: other functions of torch do not link.
-They are for the machine that the compiler compiles for, which torch's libraries need not be.
+libtorch has stand-ins as well, with its stable ABI alone: other functions of torch do not link, nor
+do Python's, so every Python can load the library. The stand-ins are for the machine that the
+compiler compiles for, which torch's libraries need not be.
 
 Nothing here proves the result: `make check-wheel` has auditwheel do that.
 """
@@ -58,28 +59,23 @@ def symbols_of(library: str | Path) -> list[tuple[str, str, str]]:
     return SYMBOL.findall(subprocess.check_output(command, text=True))
 
 
-def number(version: str) -> tuple[int, ...]:
-    return tuple(map(int, version.rpartition("_")[2].split(".")))
-
-
-def too_new(version: str) -> bool:
-    return number(version) > NEWEST[version.rpartition("_")[0]]
-
-
 def old_symbols(libraries: Iterable[str]) -> dict[str, dict[str, tuple[str, str]]]:
     """By library of the old system and name: (version, type) of the symbols that it had."""
     kept: dict[str, dict[str, tuple[str, str]]] = defaultdict(dict)
     for library in libraries:
-        types: dict[str, dict[str, str]] = defaultdict(dict)  # by name and version
+        old, newer = defaultdict(list), set()
         for kind, name, version in symbols_of(compiler(f"-print-file-name={library}")):
-            if re.fullmatch(r"(GLIBC|GLIBCXX|CXXABI|GCC)_[\d.]+", version):
-                types[name][version] = kind
-        for name, versions in types.items():
-            if old := [x for x in versions if not too_new(x)]:
-                moved = MOVED.items() if len(old) < len(versions) else ()
-                home = next((so for prefix, so in moved if name.startswith(prefix)), library)
-                version = max(old, key=number)
-                kept[home][name] = version, versions[version]
+            family, _, digits = version.rpartition("_")
+            if family in NEWEST and re.fullmatch(r"[\d.]+", digits):
+                number = tuple(map(int, digits.split(".")))
+                if number <= NEWEST[family]:
+                    old[name].append((number, version, kind))
+                else:
+                    newer.add(name)
+        for name, versions in old.items():
+            moved = MOVED.items() if name in newer else ()
+            home = next((so for prefix, so in moved if name.startswith(prefix)), library)
+            kept[home][name] = max(versions)[1:]
     return kept
 
 

@@ -281,12 +281,14 @@ def test_a_variant_that_refuses_or_is_wrong(run: Run, monkeypatch: pytest.Monkey
 
 def test_fp8_is_measured(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside bfloat16, each right by its own inputs; an absent peer has its reason."""
-    monkeypatch.setitem(sys.modules, "cudnn", None)
+    for module in ("cudnn", *fp8_providers.PackageFp8.MODULES):
+        monkeypatch.setitem(sys.modules, module, None)
     given = ("--set", "fp8", "--rounds", 1, "--s", 128, "--peers", "flash", "--variants", "fa2")
     for cell in run(compare.main, *given):
         result = cell["providers"]
-        assert sorted(result) == ["cudnn_fp8", "fa3_fp8", "fa3_int8", "flash"]
-        assert "ModuleNotFoundError" in result.pop("cudnn_fp8")["skipped"]
+        absent = ["cudnn_fp8", "flash_attn_3_fp8"]
+        assert sorted(result) == sorted(["fa3_fp8", "fa3_int8", "flash", *absent])
+        assert all("ModuleNotFoundError" in result.pop(n)["skipped"] for n in absent)
         assert all(r["ms"] > 0 for r in result.values())
         assert all(1e-2 < result[n]["error"] < 4e-2 for n in result if n != "flash"), "P in e4m3"
         assert result["flash"]["error"] < 1e-2, "held against the inputs before quantization"

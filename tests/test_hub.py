@@ -1,8 +1,8 @@
 """The layout for Hugging Face's `kernels`: what is in it; kernels and transformers load it.
 
-Would catch a file without its checksum, metadata that `kernels` does not read, a variant that it
-does not find, two copies of the ops in one process, and a model whose logits or tokens differ from
-those with the attention implementation of this package.
+Would catch metadata that `kernels` does not read, a variant that it does not find, two copies of
+the ops in one process, and a model whose logits or tokens differ from those with the attention
+implementation of this package.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -34,12 +35,19 @@ needs_kernels = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def layout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("hub") / "hub"
+    """Of a wheel with the package as it is here."""
+    folder = tmp_path_factory.mktemp("hub")
     path = PACKAGE / "_C.json"
     record = json.loads(path.read_text()) if path.exists() else {}
     record = {n: x for n, x in record.items() if x} | {"targets": RECORDED["targets"]}
-    make_hub.make(PACKAGE, RECORDED | record, folder)
-    return folder
+    with zipfile.ZipFile(folder / "x.whl", "w") as archive:
+        archive.writestr("flash_ext/_C.json", json.dumps(RECORDED | record))
+        archive.writestr("flash_ext-1.dist-info/METADATA", "not the package's")
+        for file in sorted(PACKAGE.rglob("*.*")):
+            if file != path and file.suffix != ".pyc":
+                archive.write(file, Path("flash_ext", file.relative_to(PACKAGE)))
+    make_hub.make(folder / "x.whl", folder / "hub")
+    return folder / "hub"
 
 
 def python(code: str, layout: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -65,13 +73,12 @@ def test_the_layout(layout: Path) -> None:
         metadata = json.loads((variant / "metadata.json").read_text())
         assert metadata["name"] == "flash-ext" and metadata["backend"]["type"] == backend
         assert metadata["id"].isidentifier()
-        assert set(metadata["digest"]["files"]) == {
-            x.relative_to(variant).as_posix() for x in variant.rglob("*") if x.is_file()
-        } - {"metadata.json"}
-        assert (variant / "flash_ext/_C.json").exists() == (
-            backend == "cuda" and (PACKAGE / "_C.json").exists()
-        )
+        files = {x.name for x in variant.iterdir()}
+        assert files == {"__init__.py", "flash_ext", "metadata.json"}
+        assert (variant / "flash_ext/_C.json").exists() == (backend == "cuda")
     assert metadata["backend"]["archs"] == ["8.0+PTX", "9.0a"]
+    card = (layout / "README.md").read_text()
+    assert card.startswith("---\nlicense: mit\nlibrary_name: kernels\n") and "flash-attn" in card
 
 
 LOAD = """
@@ -82,12 +89,8 @@ FA3 = "varunneal/flash-attention-3"
 os.environ["LOCAL_KERNELS"] = f"{FA3}={sys.argv[1]}"
 import torch
 from kernels import get_kernel, get_local_kernel
-from kernels._rust import Digest, DigestAlgorithm, Metadata
 
 hub = Path(sys.argv[1])
-for variant in (hub / "build").iterdir():
-    digest = Metadata.read_from_file(variant / "metadata.json").digest
-    digest.validate(Digest.hash_variant(DigestAlgorithm.SHA256, variant))
 kernel = get_local_kernel(hub)
 import flash_ext
 assert Path(flash_ext.__file__).is_relative_to(hub) and flash_ext.attention is kernel.attention

@@ -21,7 +21,7 @@ from test_attention import decoding, few_keys, few_queries, few_tiles
 from test_parts import IN_PARTS
 
 H200, A100, SMALL = range(3)  # the GPUs of plan.cpp; the last has 99 KB of shared memory
-PLAN = [CSRC / "plan" / f"{name}.cpp" for name in ("device", "plan", "fa1", "fa2", "fa3")]
+PLAN = [CSRC / "plan" / f"{name}.cpp" for name in ("plan", "fa1", "fa2", "fa3")]
 
 
 def plan_module(name: str, *flags: str) -> ModuleType:

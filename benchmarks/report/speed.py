@@ -57,7 +57,12 @@ KNOWN = (  # models of the page for readers
 GAIN_LENGTH = 2048
 OURS_FP8 = FP8_PROVIDERS[0].name
 FP8_PEER = "best peer, bf16"  # the fastest in bfloat16 that is not ours, cell by cell
-FP8_OVER = {"cudnn_fp8": "cuDNN, FP8", "fa3": "flash_ext fa3, bf16", FP8_PEER: FP8_PEER}
+FP8_OVER = {
+    "flash_attn_3_fp8": "flash-attn 3, FP8",
+    "cudnn_fp8": "cuDNN, FP8",
+    "fa3": "flash_ext fa3, bf16",
+    FP8_PEER: FP8_PEER,
+}
 
 
 def words_of(folder: Path, direction: str) -> str:
@@ -136,6 +141,8 @@ def fp8_summary(folder: Path) -> str:
             for name, label in FP8_OVER.items():
                 if values := ratios(cells, OURS_FP8, name):
                     yield line, f"over {label}", f"{geometric_mean(values):.2f}"
+            if values := ratios(cells, "fp8_attention", "fa3"):
+                yield line, "with quantization, over bf16", f"{geometric_mean(values):.2f}"
             if values := ratios(cells, "fa3_int8", OURS_FP8):
                 yield line, "q and k in int8, over FP8", f"{geometric_mean(values):.2f}"
 

@@ -89,7 +89,7 @@ def compat_section() -> str:
             tests_cell(row), row["date"][:10],
         ])  # fmt: skip
     head = ["torch", "Python", "pip install", "import, ops, attention, explain", "CPU tests", "run"]
-    lines = [f"Wheel of source `{found['digest']}`, package `{found['wheel'][:16]}…` (SHA-256)."]
+    lines = [f"Wheel of source `{found['digest']}`."]
     lines += [table(head, sorted(rows), words=2)]
     gpu = found["rows"].get("gpu")
     where = f"{gpu['device']}, torch {gpu['torch']}, Python {gpu['python']}" if gpu else ""

@@ -19,7 +19,6 @@
 #include "api/attention.h"
 #include "api/boxing.h"
 #include "plan/call.h"
-#include "plan/text.h"
 #include "plan/tuning.h"
 #include "problem/params.h"
 
@@ -190,7 +189,6 @@ inline bool accepts_options(ScalarType dtype, const Sizes& sizes, const Options&
     return (!options.bias || accepts_bias(*options.bias, sizes, dtype, device)) &&
            accepts_8_bit_options(dtype, sizes, options, device) &&
            is_plain_or_none(options.sink, device, ScalarType::Float, {sizes.heads_q}) &&
-           is_plain_or_none(options.seqused_k, device, ScalarType::Int, {sizes.batch}) &&
            options.dropout_p >= 0 && options.dropout_p < 1 &&
            (options.dropout_p == 0 ||
             (options.rng_state && is_plain(*options.rng_state, device, ScalarType::Long, {2})));
@@ -198,6 +196,8 @@ inline bool accepts_options(ScalarType dtype, const Sizes& sizes, const Options&
 
 // Positions and CTA indices are 32-bit; elements are addressed in 64.
 inline bool accepts_sizes(const Sizes& sizes) {
+    for (const int64_t dim : {sizes.head_dim, sizes.head_dim_v})
+        if (dim < 1 || dim > tuning::kMaxHeadDim) return false;
     constexpr int64_t kMaxLength = int64_t{1} << 29;
     constexpr int64_t kMaxTiles = int64_t{1} << 31;
     constexpr int64_t kSmallestTile = 16;
@@ -209,17 +209,14 @@ inline bool accepts_sizes(const Sizes& sizes) {
     return accepts(sizes.seqlen_q, sizes.heads_q) && accepts(sizes.seqlen_k, sizes.heads_k);
 }
 
-// The sizes of a forward pass; none if it is refused.
-inline std::optional<Sizes> accept_forward(const Tensor& q, const Tensor& k, const Tensor& v,
-                                           const Options& options) {
+// The sizes of tensors that agree with each other; none if they do not.
+inline std::optional<Sizes> sizes_of(const Tensor& q, const Tensor& k, const Tensor& v,
+                                     const Options& options) {
     const auto &cu_q = options.cu_seqlens_q, &cu_k = options.cu_seqlens_k;
     const ScalarType dtype = q.scalar_type();
     const ScalarType dtype_v = dtype == ScalarType::Char ? ScalarType::Float8_e4m3fn : dtype;
     const Device device = q.device();
     const int64_t dims = cu_q ? 3 : 4;
-    if ((options.variant != "auto" && !variant_of(options)) || !is_here(device) ||
-        (!has_16_bits(dtype) && !has_8_bits(dtype)))
-        return std::nullopt;
     if (q.dim() != dims || k.dim() != dims || v.dim() != dims || !has_contiguous_rows(q))
         return std::nullopt;
 
@@ -231,17 +228,29 @@ inline std::optional<Sizes> accept_forward(const Tensor& q, const Tensor& k, con
                       .heads_k = k.size(dims - 2),
                       .head_dim = q.size(dims - 1),
                       .head_dim_v = v.size(dims - 1)};
-    for (const int64_t dim : {sizes.head_dim, sizes.head_dim_v})
-        if (dim < 1 || dim > tuning::kMaxHeadDim) return std::nullopt;
-    const bool accepted =
+    const bool agree =
         is_of(k, device, dtype, sizes.rows(sizes.seqlen_k, sizes.heads_k, sizes.head_dim)) &&
         is_of(v, device, dtype_v, sizes.rows(sizes.seqlen_k, sizes.heads_k, sizes.head_dim_v)) &&
         sizes.heads_k > 0 && sizes.heads_q % sizes.heads_k == 0 &&
         cu_q.has_value() == cu_k.has_value() &&
         is_plain_or_none(cu_q, device, ScalarType::Int, {sizes.batch + 1}) &&
         is_plain_or_none(cu_k, device, ScalarType::Int, {sizes.batch + 1}) &&
-        accepts_sizes(sizes) && accepts_options(dtype, sizes, options, device);
-    return accepted ? std::optional(sizes) : std::nullopt;
+        is_plain_or_none(options.seqused_k, device, ScalarType::Int, {sizes.batch});
+    return agree ? std::optional(sizes) : std::nullopt;
+}
+
+// The sizes of a forward pass; none if it is refused.
+inline std::optional<Sizes> accept_forward(const Tensor& q, const Tensor& k, const Tensor& v,
+                                           const Options& options) {
+    const ScalarType dtype = q.scalar_type();
+    const Device device = q.device();
+    if ((options.variant != "auto" && !variant_of(options)) || !is_here(device) ||
+        (!has_16_bits(dtype) && !has_8_bits(dtype)))
+        return std::nullopt;
+    const std::optional<Sizes> sizes = sizes_of(q, k, v, options);
+    return sizes && accepts_sizes(*sizes) && accepts_options(dtype, *sizes, options, device)
+               ? sizes
+               : std::nullopt;
 }
 
 // The same for a backward pass.

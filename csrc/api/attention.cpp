@@ -4,7 +4,6 @@
 
 #include <cuda_runtime_api.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/stableivalue_conversions.h>
 
@@ -66,7 +65,7 @@ ScalarType out_dtype(ScalarType dtype, const Options& options) {
     return has_8_bits(dtype) ? ScalarType::BFloat16 : dtype;
 }
 
-// Everything but the results of the pass. `operands`: q, k, v; out and dout in a backward.
+// Everything but the results of the pass. `operands`: q, k, v.
 void fill_params(AttentionParams& params, const Sizes& sizes, std::span<const Operand> operands,
                  const Tensor& q, const Options& options, float max_p_factor) {
     const int64_t kUnlimited = BandMask::kUnlimited;
@@ -145,9 +144,8 @@ Tensor make_readable(Bias& bias, const Options& options) {
 }
 
 // `operands`: q, k, v.
-Variant forward_variant(AttentionParams params, std::span<const Operand> operands, const Tensor& q,
-                        const Options& options) {
-    params.aligned = std::ranges::all_of(operands, &Operand::is_aligned);
+Variant forward_variant(const AttentionParams& params, std::span<const Operand> operands,
+                        const Tensor& q, const Options& options) {
     const std::optional<Variant> wanted = variant_of(options);
     const Choice choice = choose({device_of(q), params, operands}, Pass::kForward,
                                  wanted.value_or(kFastestVariant), /*may_stand_in=*/!wanted);
@@ -158,18 +156,20 @@ Variant forward_variant(AttentionParams params, std::span<const Operand> operand
 // Plans the rest and launches. Scratch memory is given back to torch's allocator on return: the
 // allocator reuses it only for work later on the same stream.
 template <class Plan>
-void run(Plan& plan, const Tensor& q, cudaStream_t stream) {
+void run(Plan& plan, const Tensor& q) {
     make_plan(plan, device_of(q));
     Tensor memory;
     if (plan.workspace.bytes() > 0) {
         memory = empty(q, {plan.workspace.bytes() / 4}, ScalarType::Float);
         plan.workspace.assign(memory.data_ptr());
     }
-    const cudaError_t status = launch(plan, stream);
-    if (status == kNoKernel)
-        fail("there is no kernel of variant '", name_of(plan.variant), "' at head dimensions ",
-             plan.params.head_dim, " and ", plan.params.head_dim_v);
-    check_launch(status);
+    launch_on_stream_of(q, [&](cudaStream_t stream) {
+        const cudaError_t status = launch(plan, stream);
+        if (status == kNoKernel)
+            fail("there is no kernel of variant '", name_of(plan.variant), "' at head dimensions ",
+                 plan.params.head_dim, " and ", plan.params.head_dim_v);
+        return status;
+    });
 }
 
 }  // namespace
@@ -197,11 +197,9 @@ std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, c
     ForwardParams& params = plan.params;
     fill_params(params, sizes, operands, q, options, 0x1p7f);  // P is up to 2^8, kRescaleThreshold
     plan.variant = forward_variant(params, operands, q, options);
-    const cudaStream_t stream = current_stream(q);
     const Tensor bias = make_readable(params.bias, options);
     debug_lengths(q, k, v, options);
 
-    const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
     Tensor out = into;
     if (!out.defined())
         out = empty(q, sizes.rows(sizes.seqlen_q, sizes.heads_q, sizes.head_dim_v),
@@ -209,7 +207,7 @@ std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, c
     Tensor lse = empty(q, sizes.statistics(), ScalarType::Float);
     params.out = view(out);
     params.lse = static_cast<float*>(lse.data_ptr());
-    run(plan, q, stream);
+    run(plan, q);
     return {out, lse};
 }
 
@@ -223,12 +221,13 @@ AllGradients attention_backward(const BackwardTensors& x, const Options& options
                                 operand("out", x.out), operand("dout", x.dout)};
     BackwardPlan plan{};
     BackwardParams& params = plan.params;
-    fill_params(params, *sizes, operands, q, options, 0x1p15f);  // P is up to 1
-    const Variant forward = forward_variant(params, std::span(operands).first(3), q, options);
+    const auto qkv = std::span(operands).first(3);
+    fill_params(params, *sizes, qkv, q, options, 0x1p15f);  // P is up to 1
+    const Variant forward = forward_variant(params, qkv, q, options);
+    params.aligned = std::ranges::all_of(operands, &Operand::is_aligned);
     const Choice choice = choose({device_of(q), params, operands}, Pass::kBackward, forward, true);
     if (!choice.variant) fail(choice.why);
     plan.variant = *choice.variant;
-    const cudaStream_t stream = current_stream(q);
     const Tensor bias = make_readable(params.bias, options);
     debug_lengths(q, k, v, options);
     params.ds_factor = std::sqrt(params.p_factor * params.late_factor);
@@ -236,7 +235,6 @@ AllGradients attention_backward(const BackwardTensors& x, const Options& options
     params.gradient_scale = params.scale * params.ds_factor;
     params.deterministic = options.deterministic && q.numel() > 0;  // otherwise nothing is added
 
-    const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
     auto [dq, dk, dv] = into;
     if (!dq.defined())
         std::tie(dq, dk, dv) =
@@ -257,7 +255,7 @@ AllGradients attention_backward(const BackwardTensors& x, const Options& options
     params.dq = view(dq);
     params.dk = view(dk);
     params.dv = view(dv);
-    run(plan, q, stream);
+    run(plan, q);
     return {dq, dk, dv, dbias, dsink};
 }
 

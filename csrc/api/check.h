@@ -3,13 +3,13 @@
 
 #include <cuda_runtime_api.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
 
 #include "api/accept.h"
 #include "plan/call.h"
-#include "plan/device.h"
 
 // Weak: a CPU-only libtorch lacks it, and there this library must load too.
 extern "C" __attribute__((weak)) AOTITorchError
@@ -35,7 +35,7 @@ inline Operand operand(const char* name, const Tensor& tensor) {
     const size_t first = 4 - sizes.size();  // varlen sequences have no dimension of batches
     for (size_t dim = 0; dim < sizes.size(); ++dim) {
         x.sizes[first + dim] = sizes[dim];
-        x.strides[first + dim] = strides[dim];
+        x.strides[first + dim] = sizes[dim] == 1 ? 0 : strides[dim];
     }
     return x;
 }
@@ -59,17 +59,15 @@ inline void check_architecture(const Tensor& q) {
              device.minor);
 }
 
-// torch's current stream of x's device.
-inline cudaStream_t current_stream(const Tensor& x) {
+// launch(stream), on torch's current stream of x's device. Throws its error.
+template <class Launch>
+void launch_on_stream_of(const Tensor& x, Launch launch) {
     void* stream = nullptr;
     if (aoti_torch_get_current_cuda_stream == nullptr ||
         aoti_torch_get_current_cuda_stream(x.get_device_index(), &stream) != 0)
         fail("this torch has no CUDA stream to launch on");
-    return static_cast<cudaStream_t>(stream);
-}
-
-// Throws the error of a launch.
-inline void check_launch(cudaError_t status) {
+    const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+    const cudaError_t status = launch(static_cast<cudaStream_t>(stream));
     if (status == cudaErrorNoKernelImageForDevice || status == cudaErrorInvalidDeviceFunction)
         fail("the CUDA kernels were compiled for " FLASH_EXT_TARGETS
              ", which this GPU does not run: compile them on its machine, or set "

@@ -1,7 +1,5 @@
 // From tensors to the kernels that quantize to FP8. Calls that are not accepted are refused in the
 // words of flash_ext/cpu/quantize.py.
-#include <torch/csrc/stable/accelerator.h>
-
 #include <algorithm>
 #include <cmath>
 #include <iterator>
@@ -124,9 +122,7 @@ std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x, const std::string& sca
     // The Hadamard matrix is orthonormal but for this factor.
     const double norm = options.signs ? 1.0 / std::sqrt(double(params.hadamard_dim)) : 1.0;
     params.descale_of_1 = kSumDivisor * norm / largest;
-    const cudaStream_t stream = current_stream(x);
 
-    const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
     const Tensor aligned = with_aligned_rows(x);
     Tensor x_8bit = empty(x, {x.sizes().begin(), x.sizes().end()}, dtype);
     std::vector<int64_t> shape;
@@ -139,7 +135,7 @@ std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x, const std::string& sca
     params.x_8bit = static_cast<uint8_t*>(x_8bit.data_ptr());
     params.descale = static_cast<float*>(descale.data_ptr());
     if (amax.defined()) params.amax = static_cast<float*>(amax.data_ptr());
-    check_launch(quantize(params, device_of(x), stream));
+    launch_on_stream_of(x, [&](auto stream) { return quantize(params, device_of(x), stream); });
     return {x_8bit, descale};
 }
 
@@ -150,9 +146,6 @@ Tensor mean_of_rows(const Tensor& x, const std::optional<Tensor>& cu_seqlens,
     if (!accepted) refuse("fp8_token_mean", x, cu_seqlens, seqused);
     check_hopper(x);
     QuantizeParams params = *accepted;
-    const cudaStream_t stream = current_stream(x);
-
-    const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
     const Tensor aligned = with_aligned_rows(x);
     Tensor mean = empty(x, {params.batch, params.heads, params.head_dim}, ScalarType::Float);
     const Tensor sums =
@@ -160,7 +153,7 @@ Tensor mean_of_rows(const Tensor& x, const std::optional<Tensor>& cu_seqlens,
     params.x = operand("x", aligned).view();
     params.sums = static_cast<float*>(sums.data_ptr());
     params.mean_out = static_cast<float*>(mean.data_ptr());
-    check_launch(token_mean(params, stream));
+    launch_on_stream_of(x, [&](auto stream) { return token_mean(params, stream); });
     return mean;
 }
 

@@ -9,10 +9,11 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
-#include <atomic>
 #include <exception>
 #include <memory>
 #include <numeric>
+#include <optional>
+#include <tuple>
 #include <vector>
 
 #include "api/accept.h"
@@ -115,55 +116,33 @@ Tensor empty_as(const Tensor& x) {
 
 // --- What flash_ext runs ---
 
-// Forward and backward: torch's backward could not continue this package's forward.
-bool passes_check(const Tensor& q, const Tensor& k, const Tensor& v, const Options& lengths) {
-    try {
-        return std::get<1>(attention_check(q, k, v, lengths)) >= 0;
-    } catch (const std::exception&) {
-        return false;
-    }
-}
-
-// Whether there are kernels for the call. That there are some for a device, dtype and head dim is
-// remembered; that there are none may have other reasons, and is asked again.
-bool has_kernel(const Tensor& q, const Tensor& k, const Tensor& v, const Options& options) {
-    constexpr int kDevices = 64, kDims = 257;
-    static std::atomic<bool> known[kDevices][2][kDims];
-    const int device = q.get_device_index() + 1;  // the CPU is -1
-    const int64_t dim = q.size(q.dim() - 1);
-    const ScalarType dtype = q.scalar_type();
-    if (has_8_bits(dtype)) return false;  // out would have another dtype
+// Whether there are kernels for the call, forward and backward: torch's backward could not continue
+// this package's forward. That there are is remembered for the device, dtype and head dim of the
+// thread's last call; that there are none may have other reasons, and is asked again.
+bool has_kernels(const Tensor& q, const Tensor& k, const Tensor& v, const Options& options) try {
+    static thread_local std::tuple<int64_t, ScalarType, int64_t> known;
+    const std::tuple asked(q.get_device_index(), q.scalar_type(), q.size(q.dim() - 1));
+    if (asked == known) return true;
     const Options lengths{.cu_seqlens_q = options.cu_seqlens_q,
                           .cu_seqlens_k = options.cu_seqlens_k};
-    if (device >= kDevices || dim >= kDims || !has_16_bits(dtype))
-        return passes_check(q, k, v, lengths);
-    auto& found = known[device][dtype == ScalarType::Half][dim];
-    if (!found && passes_check(q, k, v, lengths)) found = true;
-    return found;
+    if (has_8_bits(q.scalar_type()) ||  // out would have another dtype
+        std::get<1>(attention_check(q, k, v, lengths)) < 0)
+        return false;
+    known = asked;
+    return true;
+} catch (const std::exception&) {
+    return false;
 }
 
 // For q (B, Sq, Hq, D), k and v (B, Sk, Hk, D), or varlen, (total, H, D). For calls that torch does
 // not run either, torch reports the error.
 bool runs(const Tensor& q, const Tensor& k, const Tensor& v, double dropout_p,
           const Options& options) {
-    const auto& offsets = options.cu_seqlens_q;
-    const int64_t dims = offsets ? 3 : 4;
-    if (dropout_p != 0 || offsets.has_value() != options.cu_seqlens_k.has_value()) return false;
+    const std::optional<Sizes> sizes = sizes_of(q, k, v, options);
+    if (dropout_p != 0 || !sizes || sizes->head_dim != sizes->head_dim_v) return false;
     for (const Tensor* x : {&q, &k, &v})
-        if (x->dim() != dims || x->numel() == 0 || x->stride(dims - 1) != 1 ||
-            x->scalar_type() != q.scalar_type() || dense_strides(*x).back() != 1)
-            return false;
-    for (int dim = 0; dim < dims; ++dim)
-        if (k.size(dim) != v.size(dim)) return false;
-    if (q.size(dims - 1) != k.size(dims - 1) || q.size(dims - 2) % k.size(dims - 2) != 0 ||
-        (offsets ? offsets->dim() != 1 : q.size(0) != k.size(0)))
-        return false;
-    const int64_t batch = offsets ? offsets->size(0) - 1 : q.size(0);
-    const auto is_vector = [&](const std::optional<Tensor>& x, int64_t size) {
-        return !x || is_plain(*x, q.device(), ScalarType::Int, {size});
-    };
-    return is_vector(offsets, batch + 1) && is_vector(options.cu_seqlens_k, batch + 1) &&
-           is_vector(options.seqused_k, batch) && has_kernel(q, k, v, options);
+        if (x->numel() == 0 || dense_strides(*x).back() != 1) return false;
+    return has_kernels(q, k, v, options);
 }
 
 // --- Both passes, of every op: nothing where torch's kernel must run ---
@@ -258,38 +237,31 @@ Options flash_options(const std::optional<Tensor>& cum_seq_q,
             .cu_seqlens_k = cum_seq_k};
 }
 
-// Since torch 2.13 the op has block_table and num_splits too. num_splits asks that a sequence's
-// result does not depend on the others, which it never does here.
-bool is_paged() { return false; }
-bool is_paged(const std::optional<Tensor>& block_table, const std::optional<int64_t>& /*splits*/) {
-    return block_table.has_value();
-}
-
-template <class... More>
 std::optional<std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>> flash_forward(
     const Tensor& query, const Tensor& key, const Tensor& value,
     const std::optional<Tensor>& cum_seq_q, const std::optional<Tensor>& cum_seq_k,
     int64_t /*max_q*/, int64_t /*max_k*/, double dropout_p, bool is_causal, bool return_debug_mask,
     std::optional<double> scale, std::optional<int64_t> window_left,
     std::optional<int64_t> window_right, const std::optional<Tensor>& seqused_k,
-    const std::optional<Tensor>& alibi_slopes, More... more) {
+    const std::optional<Tensor>& alibi_slopes, const std::optional<Tensor>& block_table,
+    std::optional<int64_t> /*num_splits*/) {
     Options options =
         flash_options(cum_seq_q, cum_seq_k, is_causal, scale, window_left, window_right);
     options.seqused_k = seqused_k;
-    if (return_debug_mask || alibi_slopes || is_paged(more...)) return std::nullopt;
+    if (return_debug_mask || alibi_slopes || block_table) return std::nullopt;
     const auto results = run_forward(as_it_is, query, key, value, dropout_p, options);
     if (!results) return std::nullopt;
     return std::tuple_cat(*results, random_state(query));
 }
 
-constexpr auto flash_forward_with_pages =
-    flash_forward<std::optional<Tensor>, std::optional<int64_t>>;
-
+// Before torch 2.13 the op has no block_table and num_splits, its last two arguments of 17 (sdpa.py
+// has compared the schemas). num_splits asks that a sequence's result does not depend on the
+// others, which it never does here.
 void flash_forward_boxed(StableIValue* stack, uint64_t inputs, uint64_t outputs) {
-    constexpr auto forward = boxed<OrOriginal<flash_forward<>, kFlashForward>::run>;
-    constexpr auto forward_with_pages =
-        boxed<OrOriginal<flash_forward_with_pages, kFlashForward>::run>;
-    (inputs == 15 ? forward : forward_with_pages)(stack, inputs, outputs);
+    StableIValue arguments[17];
+    std::fill(std::copy_n(stack, inputs, arguments), std::end(arguments), from(std::nullopt));
+    boxed<OrOriginal<flash_forward, kFlashForward>::run>(arguments, 17, outputs);
+    std::copy_n(arguments, outputs, stack);
 }
 
 // The same op, which writes out and returns lse.
@@ -333,9 +305,8 @@ void sdpa_override(bool on, bool with_out) {
     kernels->impl("_flash_attention_backward",
                   boxed<OrOriginal<flash_backward, kFlashBackward>::run>);
     if (with_out)
-        kernels->impl(
-            "_flash_attention_forward_no_dropout_inplace",
-            boxed<OrOriginal<WithOut<flash_forward_with_pages>::run, kFlashForwardOut>::run>);
+        kernels->impl("_flash_attention_forward_no_dropout_inplace",
+                      boxed<OrOriginal<WithOut<flash_forward>::run, kFlashForwardOut>::run>);
 }
 
 }  // namespace

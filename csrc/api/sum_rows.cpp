@@ -1,7 +1,5 @@
 // From tensors to the kernel that adds up rows, or attention over some keys each. Calls
 // that are not accepted are refused in the words of flash_ext/cpu/sum_rows.py.
-#include <torch/csrc/stable/accelerator.h>
-
 #include <algorithm>
 #include <optional>
 #include <vector>
@@ -51,30 +49,26 @@ StatisticsView statistics_of(const Tensor& lse) {
     return {static_cast<float*>(lse.data_ptr()), lse.stride(0), lse.stride(1)};
 }
 
-// The sum's own parameters.
-SumRowsParams params_of(const Tensor& out) {
+// The sum of `parts`, each from a row of `firsts` on.
+SumRowsParams params_of(const Tensor& out, const std::vector<Tensor>& parts,
+                        const std::vector<int64_t>& firsts) {
     SumRowsParams params{};
     params.batch = static_cast<int>(out.size(0));
     params.rows = static_cast<int>(out.size(1));
     params.heads = static_cast<int>(out.size(2));
     params.head_dim = static_cast<int>(out.size(3));
-    params.whole = of_eight_columns(out);
+    params.whole = of_eight_columns(out) && std::ranges::all_of(parts, of_eight_columns);
     params.out = view_of(out);
+    params.parts = static_cast<int>(parts.size());
+    for (size_t i = 0; i < parts.size(); ++i)
+        params.part[i] = {view_of(parts[i]), {}, firsts[i], parts[i].size(1)};
     return params;
-}
-
-// `x` as rows from `first` on.
-RowsPart& add_part(SumRowsParams& params, const Tensor& x, int64_t first) {
-    params.whole = params.whole && of_eight_columns(x);
-    return params.part[params.parts++] = {view_of(x), {}, first, x.size(1)};
 }
 
 void launch(const SumRowsParams& params, const Tensor& out) {
     if (params.all_rows() == 0) return;
     check_architecture(out);
-    const cudaStream_t stream = current_stream(out);
-    const torch::stable::accelerator::DeviceGuard guard(out.get_device_index());
-    check_launch(sum_rows(params, stream));
+    launch_on_stream_of(out, [&](auto stream) { return sum_rows(params, stream); });
 }
 
 void add_rows(const Tensor& out, const std::vector<Tensor>& parts,
@@ -82,8 +76,7 @@ void add_rows(const Tensor& out, const std::vector<Tensor>& parts,
     if (!accepts_parts(out, parts, firsts) ||
         (index && !is_of(*index, out.device(), ScalarType::Int, {out.size(1)})))
         refuse("sum_rows", out, parts, firsts, index);
-    SumRowsParams params = params_of(out);
-    for (size_t i = 0; i < parts.size(); ++i) add_part(params, parts[i], firsts[i]);
+    SumRowsParams params = params_of(out, parts, firsts);
     if (index) params.index = static_cast<const int32_t*>(index->data_ptr());
     launch(params, out);
 }
@@ -101,14 +94,12 @@ void write_rows(const std::vector<Tensor>& outs, const Tensor& x) {
         !std::ranges::all_of(outs, is_like_the_first))
         refuse("copy_rows", outs, x);
     const Tensor& out = outs[0];
-    SumRowsParams params = params_of(out);
-    add_part(params, x, 0);
+    SumRowsParams params = params_of(out, {x}, {0});
+    params.whole = params.whole && std::ranges::all_of(outs, of_eight_columns);
     params.outs = static_cast<int>(outs.size());
-    for (size_t i = 1; i < outs.size(); ++i) {
+    for (size_t i = 1; i < outs.size(); ++i)
         params.distance[i] =
             static_cast<char*>(outs[i].data_ptr()) - static_cast<char*>(out.data_ptr());
-        params.whole = params.whole && of_eight_columns(outs[i]);
-    }
     launch(params, out);
 }
 
@@ -119,10 +110,9 @@ void combine_rows(const Tensor& out, const Tensor& lse, const std::vector<Tensor
     for (size_t i = 0; accepted && i < parts.size(); ++i)
         accepted = accepts_lse(lse_parts[i], out, parts[i].size(1));
     if (!accepted) refuse("combine_parts", out, lse, parts, lse_parts, firsts);
-    SumRowsParams params = params_of(out);
+    SumRowsParams params = params_of(out, parts, firsts);
     params.lse = statistics_of(lse);
-    for (size_t i = 0; i < parts.size(); ++i)
-        add_part(params, parts[i], firsts[i]).lse = statistics_of(lse_parts[i]);
+    for (size_t i = 0; i < parts.size(); ++i) params.part[i].lse = statistics_of(lse_parts[i]);
     launch(params, out);
 }
 

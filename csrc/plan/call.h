@@ -1,12 +1,14 @@
-// A call, as far as the choice of its kernels depends on it: known before anything is allocated.
-// And the list of variants among which it chooses, which dispatch in csrc follows, and (through
-// tests/native) the tests.
+// A call and its GPU, as far as the choice of kernels depends on them: known before anything is
+// allocated. And the list of variants among which it chooses, which dispatch in csrc follows, and
+// (through tests/native) the tests.
 #pragma once
 
+#include <concepts>
 #include <cstdint>
 #include <span>
+#include <string>
+#include <string_view>
 
-#include "plan/device.h"
 #include "problem/params.h"
 #include "tile/tensor_view.h"
 
@@ -20,33 +22,50 @@ inline constexpr Variant kFastestVariant = Variant::kFa3;
 
 constexpr const char* name_of(Variant variant) { return kVariantNames[static_cast<int>(variant)]; }
 
+// What plans know of a GPU.
+struct GpuModel {
+    int major = 0;  // compute capability
+    int minor = 0;
+    int shared_bytes = 0;  // that a CTA can have
+    int sms = 0;
+    int64_t l2_share = 0;  // bytes of L2 that keep what CTAs share
+    int cluster_sms = 0;   // SMs that run clusters of four or eight CTAs, a CTA each
+};
+
+constexpr GpuModel gpu_model(int major, int minor, int shared_bytes, int sms, int64_t l2_bytes) {
+    // 32 MiB of an H100's 50 and of an A100's 40, as measured.
+    constexpr int64_t kL2Share = 32 << 20;
+    const int64_t l2_share = l2_bytes / 5 * 4 < kL2Share ? l2_bytes / 5 * 4 : kL2Share;
+    // The SMs of a GPC are not a multiple of four or eight: 12 of an H100's or H200's 132 are idle.
+    return {major, minor, shared_bytes, sms, l2_share, sms - sms / 11};
+}
+
+// Null where the CUDA runtime does not see it.
+const GpuModel* find_device(int index);
+
 // A tensor whose rows kernels read or write: (B, S, H, D), with varlen (1, total, H, D).
 struct Operand {
     const char* name;  // of the argument
     void* data;
     int64_t sizes[4];
-    int64_t strides[4];
+    int64_t strides[4];  // 0 if the size is 1: such a stride is never used, and need not be aligned
     int element_bytes = 2;
 
     // Do all rows start on 16-byte boundaries and end on them?
     bool is_aligned() const {
         const int64_t elements = 16 / element_bytes;
         bool aligned = reinterpret_cast<uintptr_t>(data) % 16 == 0 && sizes[3] % elements == 0;
-        for (int dim = 0; dim < 3; ++dim) aligned = aligned && used_stride(dim) % elements == 0;
+        for (int dim = 0; dim < 3; ++dim) aligned = aligned && strides[dim] % elements == 0;
         return aligned;
     }
     // Can TMA address all rows? See tile/tensor_map.cuh.
     bool is_reached_by_tma() const {
         int64_t end = 0;  // in elements, of the memory that the tensor's rows span
-        for (int dim = 0; dim < 4; ++dim) end += sizes[dim] * used_stride(dim);
+        for (int dim = 0; dim < 4; ++dim) end += sizes[dim] * strides[dim];
         const bool rows_differ = sizes[1] == 1 || strides[1] > 0;
         return rows_differ && element_bytes * end < int64_t{1} << 35;
     }
-    TensorView view() const { return {data, used_stride(0), used_stride(1), used_stride(2)}; }
-
- private:
-    // The stride of a dimension of size 1 is never used, and need not be aligned.
-    int64_t used_stride(int dim) const { return sizes[dim] == 1 ? 0 : strides[dim]; }
+    TensorView view() const { return {data, strides[0], strides[1], strides[2]}; }
 };
 
 struct Call {
@@ -54,5 +73,15 @@ struct Call {
     const AttentionParams& params;
     std::span<const Operand> operands;  // q, k, v; out and dout in a backward
 };
+
+// What is said of a call, without streams: a stream needs the locale of the C++ runtime that it was
+// compiled for, and a process may have loaded another one first.
+inline std::string part_of_text(std::string_view part) { return std::string(part); }
+inline std::string part_of_text(std::integral auto number) { return std::to_string(number); }
+
+template <class... Parts>
+std::string text(const Parts&... parts) {
+    return (std::string() + ... + part_of_text(parts));
+}
 
 }  // namespace flash_ext

@@ -8,7 +8,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "plan/device.h"
+#include "plan/call.h"
 #include "plan/tuning.h"
 #include "plan/workspace_rows.cuh"
 #include "problem/mask.cuh"
@@ -312,84 +312,78 @@ struct Parts {
     int queries;  // and the queries of each head
 };
 
-// The tiles that are to be cut: of K and V, with whole heads or groups.
-struct TilesToCut {
-    int64_t tiles;
-    int64_t rows;  // of Q, of a tile
-    int sms;
-    bool unequal = false;  // under a mask, or in sequences of several lengths
-    // Of unequal tiles:
-    double waiting = 0;  // how long a CTA waits at the end, in mean times of a tile
-    double in_l2 = 0;    // causal: Q, dO and dQ's sums of the tiles at work at a time, over what
-                         // stays in L2
-    double l2_cost = 0;  // of each such amount beyond the first one
-    int64_t heads = 0;   // deterministic: KV heads of all batches; a head's tiles add in turn
-};
-
-// The time with each tile in so many parts. A part costs 1.2 %, and the time of 300 rows: it writes
-// its dK and dV in float32, which are then read again.
-//
-// Equal tiles come in waves. Of unequal ones the longest takes twice the mean. Under a causal mask
-// the CTAs of a head get out of step, and share its rows only while they are in L2: each 64 MB
-// beyond the first costs 8 %, with more than 32,768 keys 3 %. In deterministic mode they keep in
-// step, as they add in turn: few heads wait for each other, many have too many rows at work. Fitted
-// to the tables in docs/notes/018-few-kv-heads.md.
-inline double time_in_parts(const TilesToCut& x, int parts) {
-    const auto rows = static_cast<double>(x.rows);
-    const double tile = (1 + parts * (.012 + 300. / rows)) * rows / 64;
-    const double filled = waves(static_cast<double>(x.tiles * parts), x.sms, !x.unequal);
-    if (!x.unequal) return tile * filled / parts;
-    const double time = tile * max_of(2., filled + x.waiting) / parts;
-    if (x.heads > 0) {
-        const auto heads = static_cast<double>(x.heads * parts);
-        return time * (1 + .6 / heads + .2 * max_of(0., heads / 16 - 1));
-    }
-    return time * (1 + x.l2_cost * max_of(0., x.in_l2 / parts - 1));
+// The time of a part of a tile that has `rows` of Q. A part costs 1.2 %, and the time of 300 rows:
+// it writes its dK and dV in float32, which are then read again.
+inline double part_time(int64_t rows, int parts) {
+    const auto whole = static_cast<double>(rows);
+    return (1 + parts * (.012 + 300. / whole)) * whole / 64 / parts;
 }
 
-// The parts from 1 to `most` that divide `whole` with which the tiles take the least time, to 3 %.
-inline int best_parts(const TilesToCut& x, int64_t most, int whole) {
+// The number from 1 to `most` that divides `whole` with the least time, to 3 %.
+template <class Time>
+int best_parts(int64_t most, int whole, Time time) {
     int best = 1;
-    if (x.tiles == 0) return best;
     for (int parts = 2; parts <= most; ++parts)
-        if (whole % parts == 0 && time_in_parts(x, parts) < .97 * time_in_parts(x, best))
-            best = parts;
+        if (whole % parts == 0 && time(parts) < .97 * time(best)) best = parts;
     return best;
 }
 
+// The factor of the time with each of unequal tiles in so many parts, for what CTAs share. `wide`:
+// as for choose_parts().
+//
+// Under a causal mask the CTAs of a head get out of step, and share its rows only while they are in
+// L2: each 64 MB beyond the first costs 8 %, with more than 32,768 keys 3 %. In deterministic mode
+// they keep in step, as a head's tiles add in turn: few heads wait for each other, many have too
+// many rows at work.
+inline double sharing_factor(const BackwardParams& params, const MaskSummary& mask, bool wide,
+                             const GpuModel& gpu, int parts) {
+    constexpr int64_t kKeysAtWork = 2 * 128 * 128;  // two waves of tiles of 128 keys
+    if (params.deterministic && !wide) {            // with varlen of one sequence, as measured
+        const auto heads =
+            static_cast<double>(int64_t{params.heads_k} * tensor_batches(params) * parts);
+        return 1 + .6 / heads + .2 * max_of(0., heads / 16 - 1);
+    }
+    if (!mask.hides_later || mask.hides_earlier) return 1;
+    // Q, dO and dQ's sums of the tiles at work at a time, over what stays in L2.
+    const HeadDims dims = head_dims(params);
+    const int64_t heads_at_work = ceil_div<int64_t>(kKeysAtWork, max_of(mean_keys(params), 1));
+    const int64_t rows = min_of<int64_t>(heads_at_work * mean_queries(params), kKeysAtWork);
+    const int64_t bytes =
+        rows * group_or_one(params) *
+        (wide ? row_pair_bytes(params, dims) : row_pair_bytes_with_dq(params, dims));
+    const double in_l2 = static_cast<double>(bytes) / static_cast<double>(2 * gpu.l2_share);
+    return 1 + (mean_keys(params) <= kKeysAtWork ? .08 : .03) * max_of(0., in_l2 / parts - 1);
+}
+
 // The parts of a call with `key_tiles` of a head. A part of few queries has too little to do. wide:
-// for the kernels of wide heads, which do not add to dQ in memory, and cannot cut queries.
+// for the kernels of wide heads, which do not add to dQ in memory, and cannot cut queries. Equal
+// tiles come in waves. Of unequal ones, under a mask or in sequences of several lengths, the
+// longest takes twice the mean, and a CTA waits at the end. Fitted to the tables in
+// docs/notes/018-few-kv-heads.md.
 inline Parts choose_parts(const BackwardParams& params, const MaskSummary& mask, int64_t key_tiles,
                           bool wide, const GpuModel& gpu) {
     constexpr int kMinRows = 512;  // of Q, of a part
     const int group = params.heads_q / params.heads_k;
     const bool varlen = params.cu_seqlens_q != nullptr;
-    const int64_t heads = int64_t{params.heads_k} * tensor_batches(params);
-    TilesToCut x{.tiles = key_tiles * heads,
-                 .rows = int64_t{group} * mean_queries(params),
-                 .sms = gpu.sms,
-                 .unequal = mask.is_masked() || varlen,
-                 .waiting = varlen ? .5 : .1};
-    constexpr int64_t kKeysAtWork = 2 * 128 * 128;  // two waves of tiles of 128 keys
-    if (params.deterministic && !wide) {
-        x.heads = heads;  // with varlen of one sequence, as measured
-    } else if (mask.hides_later && !mask.hides_earlier) {
-        const int64_t heads_at_work = ceil_div<int64_t>(kKeysAtWork, max_of(mean_keys(params), 1));
-        const int64_t rows = min_of<int64_t>(heads_at_work * mean_queries(params), kKeysAtWork);
-        const HeadDims dims = head_dims(params);
-        const int64_t bytes =
-            rows * group *
-            (wide ? row_pair_bytes(params, dims) : row_pair_bytes_with_dq(params, dims));
-        x.in_l2 = static_cast<double>(bytes) / static_cast<double>(2 * gpu.l2_share);
-        x.l2_cost = mean_keys(params) <= kKeysAtWork ? .08 : .03;
-    }
-    const int64_t most = int64_t{group} * mean_queries(params) / kMinRows;
-    const int groups = best_parts(x, min_of<int64_t>(most, group), group);
-    if (x.unequal || wide || x.tiles * groups >= gpu.sms) return {groups, 1};
-    x.tiles *= groups;
-    x.rows /= groups;
+    const bool equal = !mask.is_masked() && !varlen;
+    const int64_t tiles = key_tiles * params.heads_k * tensor_batches(params);
+    const int64_t rows = int64_t{group} * mean_queries(params);
+    if (tiles == 0) return {1, 1};
+    // With each of `of` tiles in so many parts.
+    const auto filled = [&](int64_t of, int parts) {
+        return waves(static_cast<double>(of * parts), gpu.sms, equal);
+    };
+    const int64_t most = rows / kMinRows;
+    const int groups = best_parts(min_of<int64_t>(most, group), group, [&](int parts) {
+        if (equal) return part_time(rows, parts) * filled(tiles, parts);
+        return part_time(rows, parts) * max_of(2., filled(tiles, parts) + (varlen ? .5 : .1)) *
+               sharing_factor(params, mask, wide, gpu, parts);
+    });
+    if (!equal || wide || tiles * groups >= gpu.sms) return {groups, 1};
     // Any number divides the Q tiles well enough.
-    return {groups, best_parts(x, min_of<int64_t>(most / groups, gpu.sms), 0)};
+    return {groups, best_parts(min_of<int64_t>(most / groups, gpu.sms), 0, [&](int parts) {
+                return part_time(rows / groups, parts) * filled(tiles * groups, parts);
+            })};
 }
 
 // How many heads of K and V, of all batches, have their dS in memory at a time: all, or an equal

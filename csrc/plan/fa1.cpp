@@ -17,6 +17,8 @@ void plan_fa1_forward(ForwardPlan& plan) {
 
 }  // namespace
 
-constexpr VariantRow kFa1Row = Fa1Kernels::row(plan_fa1_forward, Fa1Kernels::plan_backward);
+constexpr VariantRow kFa1Row{
+    Fa1Kernels::unsupported_reason, std::nullopt,        plan_fa1_forward,
+    Fa1Kernels::plan_backward,      Fa1Kernels::forward, Fa1Kernels::backward};
 
 }  // namespace flash_ext

@@ -38,6 +38,11 @@ void plan_fa2_backward(BackwardPlan& plan) {
 
 }  // namespace
 
-constexpr VariantRow kFa2Row = Fa2Kernels::row(plan_fa2_forward, plan_fa2_backward);
+constexpr VariantRow kFa2Row{Fa2Kernels::unsupported_reason,
+                             std::nullopt,
+                             plan_fa2_forward,
+                             plan_fa2_backward,
+                             Fa2Kernels::forward,
+                             Fa2Kernels::backward};
 
 }  // namespace flash_ext

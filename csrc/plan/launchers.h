@@ -13,7 +13,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "plan/device.h"
+#include "plan/call.h"
 #include "plan/tuning.h"
 #include "plan/workspace_rows.cuh"
 #include "problem/params.h"

@@ -8,7 +8,6 @@
 
 #include "plan/cost.h"
 #include "plan/plan.h"
-#include "plan/text.h"
 #include "plan/workspace_rows.cuh"
 #include "schedule/launch_epoch.h"
 
@@ -96,11 +95,23 @@ struct MmaKernels {
             dims, [](auto d, auto dv) { return Launchers<d, dv>::backward_shared_bytes(); }, 0);
     }
 
+    // Some GPUs (compute capability 8.6, 8.9, 12.x) have less shared memory than the A100.
     static std::string unsupported_reason(const Call& call, Pass pass) {
         if (has_8_bits(call.params)) return "has no 8-bit inputs";
-        return pass == Pass::kForward
-                   ? reason(call, kForwardTable, forward_shared_bytes, "")
-                   : reason(call, kBackwardTable, backward_shared_bytes, "in the backward pass ");
+        const bool forward = pass == Pass::kForward;
+        const std::string reason =
+            forward ? table_reason(call, kForwardTable) : table_reason(call, kBackwardTable);
+        if (!reason.empty()) return reason;
+        const HeadDims dims = head_dims(call.params);
+        const OptionSet options = options_of(call.params);
+        const int needed =
+            forward
+                ? forward_shared_bytes(tuning::find_row(kForwardTable, dims, options)->head_dims)
+                : backward_shared_bytes(tuning::find_row(kBackwardTable, dims, options)->head_dims);
+        if (needed <= call.gpu.shared_bytes) return "";
+        return text("needs ", needed, " bytes of shared memory per block ",
+                    forward ? "" : "in the backward pass ", "at head dimensions ", dims.qk, " and ",
+                    dims.v, ", this GPU has ", call.gpu.shared_bytes);
     }
 
     // Only kernels for varlen have Q tiles that are not whole.
@@ -115,12 +126,6 @@ struct MmaKernels {
         reserve_rows(plan, plan.kernel.head_dims.qk);
     }
 
-    static constexpr VariantRow row(decltype(VariantRow::plan_forward) plan_forward,
-                                    decltype(VariantRow::plan_backward) plan_backward) {
-        return {unsupported_reason, std::nullopt, plan_forward, plan_backward, forward, backward};
-    }
-
- private:
     static cudaError_t forward(const ForwardPlan& plan, cudaStream_t stream) {
         return dispatch_head_dims<kForwardTable>(plan.kernel.head_dims, [&](auto d, auto dv) {
             return Launchers<d, dv>::forward(plan.params, plan.kernel, stream);
@@ -130,21 +135,6 @@ struct MmaKernels {
         return dispatch_head_dims<kBackwardTable>(plan.kernel.head_dims, [&](auto d, auto dv) {
             return Launchers<d, dv>::backward(plan.params, plan.kernel, stream);
         });
-    }
-
-    // Some GPUs (compute capability 8.6, 8.9, 12.x) have less shared memory than the A100.
-    template <class Table>
-    static std::string reason(const Call& call, const Table& table, int (*shared_bytes)(HeadDims),
-                              const char* in_the_pass) {
-        const std::string reason = table_reason(call, table);
-        if (!reason.empty()) return reason;
-        const HeadDims dims = head_dims(call.params);
-        const int needed =
-            shared_bytes(tuning::find_row(table, dims, options_of(call.params))->head_dims);
-        if (needed <= call.gpu.shared_bytes) return "";
-        return text("needs ", needed, " bytes of shared memory per block ", in_the_pass,
-                    "at head dimensions ", dims.qk, " and ", dims.v, ", this GPU has ",
-                    call.gpu.shared_bytes);
     }
 };
 

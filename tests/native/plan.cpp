@@ -193,7 +193,7 @@ struct Problem {
         Operand x{name, kMemory, {varlen ? 1 : batch, rows, heads, dim}, {}, 2};
         int64_t stride = 1;
         for (int i = 3; i >= 0; --i) {
-            x.strides[i] = stride;
+            x.strides[i] = x.sizes[i] == 1 ? 0 : stride;
             stride *= x.sizes[i];
         }
         if (repeated_rows && name[0] == 'k') x.strides[1] = 0;
