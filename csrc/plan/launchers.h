@@ -101,7 +101,7 @@ cudaError_t backward_preprocess(const BackwardParams& params, int block_q, cudaS
 
 // After a variant's backward, whose workspace they read.
 cudaError_t bias_gradient(BackwardParams params, cudaStream_t stream);
-cudaError_t sink_gradient(BackwardParams params, cudaStream_t stream);
+cudaError_t sink_gradient(const BackwardParams& params, cudaStream_t stream);
 // dk and dv as the sums over parts, whose gradients are in params.dk and params.dv.
 cudaError_t sum_parts(const BackwardParams& params, TensorView dk, TensorView dv,
                       cudaStream_t stream);

@@ -91,8 +91,6 @@ void make_plan(BackwardPlan& plan, const GpuModel& gpu) {
         plan.workspace.reserve(params.cu_seqlens_k, params.batch + 1);
     }
     row_for(plan.variant).plan_backward(plan);
-    if (params.dsink != nullptr)
-        plan.workspace.reserve(params.dsink_partial, int64_t{params.heads_q} * tuning::kSinkSplits);
 }
 
 cudaError_t launch(const ForwardPlan& plan, cudaStream_t stream) {

@@ -524,9 +524,6 @@ inline constexpr int kFa3DQBlockQ = 128;          // of a dQ kernel's Q tiles, i
 inline constexpr int kFa2SplitKeys = 512;
 inline constexpr int kFa3SplitKeys = 128;
 
-// The splits of the rows of a head in sink_gradient.cuh.
-inline constexpr int kSinkSplits = 32;
-
 // No table has wider rows than FA2's.
 inline constexpr int kMaxHeadDim = std::rbegin(kFa2Forward)->head_dims.qk;
 

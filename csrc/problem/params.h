@@ -226,7 +226,6 @@ struct BackwardParams : AttentionParams {
     // preprocess pass where dQ is summed in HBM. FA2 uses it in deterministic mode.
     int* dq_semaphore = nullptr;
     bool dq_accum_zeroed = true;                         // does the preprocess pass zero dq_accum?
-    float* dsink_partial = nullptr;                      // (Hq, kSinkSplits)
     unsigned long long* tile_count_semaphore = nullptr;  // (2), FA3 for wide heads
 
     // FA3: into how many parts the queries of each KV head are cut, see Parts in plan/cost.h. Of

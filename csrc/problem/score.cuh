@@ -64,18 +64,6 @@ struct ScoreFunction {
     }
 
  private:
-    // visit(score, row, column) for this lane's elements. Rows and columns count from the lane's
-    // first, so they are compile-time constants.
-    template <class Scores, class Visit>
-    static FLASH_DEVICE void for_each_score(Scores& s, Visit visit) {
-#pragma unroll
-        for (int m = 0; m < Scores::kM; ++m)
-#pragma unroll
-            for (int n = 0; n < Scores::kN; ++n)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) visit(s.v[m][n][i], 16 * m + i / 2 * 8, 8 * n + i % 2);
-    }
-
     // c tanh(scale q k / c) = c (1 - 2 / (1 + 2^x)), accurate to a few units in the last place:
     // near 0, where that cancels, by the series of tanh(x / kTwoLog2e).
     template <class Scores>
@@ -86,7 +74,7 @@ struct ScoreFunction {
         const float first = cap / kTwoLog2e;
         const float third = first * (-1.f / 3.f / (kTwoLog2e * kTwoLog2e));
         const float fifth = third * (-2.f / 5.f / (kTwoLog2e * kTwoLog2e));
-        for_each_score(s, [&](float& score, int, int) {
+        s.for_each([&](float& score, int, int) {
             const float x = exponent * score;
             const float y = x * x;
             const float near = x * (first + y * (third + y * fifth));
@@ -107,13 +95,13 @@ struct ScoreFunction {
                 // query + offset - key of this lane's first score. As a float, exact up to 2^24, so
                 // that not every distance is converted (docs/notes/007-options.md).
                 const float first = first_row + lane_row() + offset - first_col - lane_col();
-                for_each_score(s, [&](float& x, int row, int col) {
+                s.for_each([&](float& x, int row, int col) {
                     x -= slope * fabsf(first + static_cast<float>(row - col));
                 });
             } else {
                 // For that ptxas has no registers in FA3's backward at head dim 64.
                 const int first = first_col + offset - first_row;
-                for_each_score(s, [&](float& x, int row, int col) {
+                s.for_each([&](float& x, int row, int col) {
                     const int distance = first + (col + lane_col()) - (row + lane_row());
                     x -= slope * fabsf(static_cast<float>(distance));
                 });
@@ -137,7 +125,7 @@ struct ScoreFunction {
             if (tile.rows < Scores::kRows || tile.cols < Scores::kCols) {
                 const int rows = tile.rows - lane_row();
                 const int cols = tile.cols - lane_col();
-                for_each_score(s, [&](float& x, int row, int col) {
+                s.for_each([&](float& x, int row, int col) {
                     if (row >= rows || col >= cols) x = -INFINITY;
                 });
             }

@@ -122,7 +122,7 @@ cudaError_t combine_splits(ForwardParams, HeadDims, cudaStream_t, bool pdl) {
 cudaError_t transpose_v(const ForwardParams&, uint8_t*, cudaStream_t) {
     return note("transpose_v");
 }
-cudaError_t sink_gradient(BackwardParams, cudaStream_t) { return note("sink_gradient"); }
+cudaError_t sink_gradient(const BackwardParams&, cudaStream_t) { return note("sink_gradient"); }
 cudaError_t sanitize_cu_seqlens(BackwardParams, const int*, const int*, cudaStream_t) {
     return note("sanitize_cu_seqlens");
 }
@@ -314,8 +314,7 @@ struct Problem {
                               {"tile_count_semaphore", &params.tile_count_semaphore},
                               {"ds", &plan.kernel.ds},
                               {"dk_parts", &params.dk.data},
-                              {"dv_parts", &params.dv.data},
-                              {"dsink_partial", &params.dsink_partial}});
+                              {"dv_parts", &params.dv.data}});
     }
 };
 

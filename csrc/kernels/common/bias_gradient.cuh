@@ -36,15 +36,6 @@ struct BiasGradient {
 
     const BackwardParams& params;
 
-    // Loads everything that one tile of scores is computed from.
-    static FLASH_DEVICE void load(const Tile& cta, const QTileWalk& walk, int first_key) {
-        cta.load_kv(first_key);
-        cta.load_q(walk);
-        cta.load_do(walk);
-        cta.load_statistics(walk);
-        ptx::cp_async_commit();
-    }
-
     // sum += dS of all tiles of scores of one sequence and head.
     FLASH_DEVICE void add_head(Scores& sum, const Sequence& sequence, int head_q, int q_tile_own,
                                int kv_tile_own) const {
@@ -60,7 +51,11 @@ struct BiasGradient {
             for (int i = kv_tiles.begin; i < kv_tiles.end; ++i) {
                 const int first_key = kv_tiles.tile(i) * Tile::kBlockKV;
                 const QTileWalk walk({q_tile, q_tile + 1}, head_q, 1);
-                load(cta, walk, first_key);
+                cta.load_kv(first_key);
+                cta.load_q(walk);
+                cta.load_do(walk);
+                cta.load_statistics(walk);
+                ptx::cp_async_commit();
                 ptx::cp_async_wait<0>();
                 __syncthreads();  // the tiles and the statistics have landed
                 Scores rP, rdS;

@@ -20,12 +20,12 @@ namespace flash_ext {
 inline constexpr int kSumRowsThreads = 256;
 inline constexpr int kLaneColumns = 8;
 
-// A lane's columns as they are in memory: in all words, or two of 16 bits in each of the first
-// four. They are converted after all loads are under way.
-template <class Element>  // of all tensors; void: of any types, which are looked up at run time
-struct LaneBits {
+// A lane's kColumns columns, one or eight, as they are in memory: in all words, or two of 16 bits
+// in each of the first ones. They are converted after all loads are under way.
+template <class Element, int kColumns>
+struct LaneBits {  // Element: of all tensors; void: of any types, which are looked up at run time
     static constexpr bool kAlike = !std::is_void_v<Element>;
-    static constexpr int kWords = kAlike ? kLaneColumns / 2 : kLaneColumns;
+    static constexpr int kWords = kAlike ? kColumns / 2 : kColumns;
     alignas(16) uint32_t words[kWords];
 
     static FLASH_DEVICE bool is_float(ResultType type) {
@@ -35,66 +35,50 @@ struct LaneBits {
         return kAlike ? std::is_same_v<Element, __half> : type == ResultType::kFloat16;
     }
 
-    // `whole`: eight columns on a boundary of 16 bytes. Without it, the first `valid` of them.
-    FLASH_DEVICE void load(const char* source, ResultType type, bool whole, int valid) {
-        if (kAlike || whole) {
+    FLASH_DEVICE void load(const char* source, ResultType type) {
+        if constexpr (kColumns == 1) {
+            words[0] = is_float(type) ? *reinterpret_cast<const uint32_t*>(source)
+                                      : *reinterpret_cast<const uint16_t*>(source);
+        } else {
             const auto* x = reinterpret_cast<const uint4*>(source);
             four_words(0) = x[0];
             if (is_float(type)) four_words(4) = x[1];
-        } else if (is_float(type)) {
-#pragma unroll
-            for (int i = 0; i < kLaneColumns; ++i)
-                words[i % kWords] = i < valid ? reinterpret_cast<const uint32_t*>(source)[i] : 0;
-        } else {
-            four_words(0) = load_8(source, valid);
         }
     }
 
-    FLASH_DEVICE void store(char* target, ResultType type, bool whole, int valid) {
-        if (kAlike || whole) {
+    FLASH_DEVICE void store(char* target, ResultType type) {
+        if constexpr (kColumns == 8) {
             auto* x = reinterpret_cast<uint4*>(target);
             x[0] = four_words(0);
             if (is_float(type)) x[1] = four_words(4);
+        } else if (is_float(type)) {
+            *reinterpret_cast<uint32_t*>(target) = words[0];
         } else {
-#pragma unroll
-            for (int i = 0; i < kLaneColumns; ++i) {
-                if (i >= valid) continue;
-                if (is_float(type)) {
-                    reinterpret_cast<uint32_t*>(target)[i] = words[i % kWords];
-                } else {
-                    reinterpret_cast<uint16_t*>(target)[i] =
-                        static_cast<uint16_t>(words[i / 2] >> (i % 2 * 16));
-                }
-            }
+            *reinterpret_cast<uint16_t*>(target) = static_cast<uint16_t>(words[0]);
         }
     }
 
-    FLASH_DEVICE void to_floats(float (&x)[kLaneColumns], ResultType type) const {
+    FLASH_DEVICE void to_floats(float (&x)[kColumns], ResultType type) const {
         const bool half = is_half(type);
 #pragma unroll
-        for (int i = 0; i < kLaneColumns; i += 2) {
-            if (is_float(type)) {
-                x[i] = __uint_as_float(words[i % kWords]);
-                x[i + 1] = __uint_as_float(words[(i + 1) % kWords]);
-                continue;
-            }
+        for (int i = 0; i < kColumns; ++i) {
             const float2 pair =
                 half ? ptx::unpack<__half>(words[i / 2]) : ptx::unpack<__nv_bfloat16>(words[i / 2]);
-            x[i] = pair.x;
-            x[i + 1] = pair.y;
+            x[i] = is_float(type) ? __uint_as_float(words[i % kWords]) : i % 2 ? pair.y : pair.x;
         }
     }
 
     // What to_floats reads.
-    FLASH_DEVICE void set(const float (&x)[kLaneColumns], ResultType type) {
+    FLASH_DEVICE void set(const float (&x)[kColumns], ResultType type) {
         const bool half = is_half(type);
 #pragma unroll
-        for (int i = 0; i < kLaneColumns; ++i) {
+        for (int i = 0; i < kColumns; ++i) {
+            const float next = x[min_of(i + 1, kColumns - 1)];
             if (is_float(type)) {
                 words[i % kWords] = __float_as_uint(x[i]);
             } else if (i % 2 == 0) {
-                words[i / 2] = half ? ptx::pack<__half>(x[i], x[i + 1])
-                                    : ptx::pack<__nv_bfloat16>(x[i], x[i + 1]);
+                words[i / 2] =
+                    half ? ptx::pack<__half>(x[i], next) : ptx::pack<__nv_bfloat16>(x[i], next);
             }
         }
     }
@@ -106,9 +90,9 @@ struct LaneBits {
 };
 
 // Lanes of a row: the first power of two from 8 on that holds it, or 32.
-FLASH_HOST_DEVICE constexpr int lanes_per_row(int head_dim) {
+FLASH_HOST_DEVICE constexpr int lanes_per_row(int head_dim, int lane_columns) {
     int lanes = 8;
-    while (lanes < 32 && lanes * kLaneColumns < head_dim) lanes *= 2;
+    while (lanes < 32 && lanes * lane_columns < head_dim) lanes *= 2;
     return lanes;
 }
 
@@ -133,11 +117,11 @@ FLASH_DEVICE float weigh(float (&weight)[kParts], bool (&has)[kParts]) {
 }
 
 // A row of up to kParts parts. All loads are under way before the first one is used.
-template <int kParts, class Element>
+template <int kParts, class Element, int kColumns>
 __global__ void __launch_bounds__(kSumRowsThreads)
     sum_rows_kernel(const __grid_constant__ SumRowsParams params) {
-    using Bits = LaneBits<Element>;
-    const uint32_t lanes = lanes_per_row(params.head_dim);
+    using Bits = LaneBits<Element, kColumns>;
+    const uint32_t lanes = lanes_per_row(params.head_dim, kColumns);
     const uint32_t index = blockIdx.x * (kSumRowsThreads / lanes) + threadIdx.x / lanes;
     const int lane = static_cast<int>(threadIdx.x % lanes);
     const bool valid = index < params.all_rows();
@@ -151,7 +135,7 @@ __global__ void __launch_bounds__(kSumRowsThreads)
     const auto statistic = [&](const StatisticsView& view, int64_t at) {
         return view.data + batch * view.batch_stride + head * view.head_stride + at;
     };
-    int column = lane * kLaneColumns;
+    int column = lane * kColumns;
     const auto place_of = [&](const ResultView& view, int64_t at) {
         const TensorView& x = view.tensor;
         const int64_t first = batch * x.batch_stride + at * x.row_stride + head * x.head_stride;
@@ -173,29 +157,27 @@ __global__ void __launch_bounds__(kSumRowsThreads)
         for (int p = 0; p < kParts; ++p) {
             const RowsPart& part = params.part[p];
             if (has[p] && column < params.head_dim)
-                bits[p].load(place_of(part.x, source - part.first), part.x.type, params.whole,
-                             params.head_dim - column);
+                bits[p].load(place_of(part.x, source - part.first), part.x.type);
         }
     };
     load();
 
     const float lse = weighted ? weigh(weight, has) : 0.f;
     while (valid && column < params.head_dim) {
-        float total[kLaneColumns]{};
+        float total[kColumns]{};
 #pragma unroll
         for (int p = 0; p < kParts; ++p) {
             if (!has[p]) continue;
-            float x[kLaneColumns];
+            float x[kColumns];
             bits[p].to_floats(x, params.part[p].x.type);
 #pragma unroll
-            for (int i = 0; i < kLaneColumns; ++i) total[i] += weighted ? weight[p] * x[i] : x[i];
+            for (int i = 0; i < kColumns; ++i) total[i] += weighted ? weight[p] * x[i] : x[i];
         }
         Bits result;
         result.set(total, params.out.type);
         for (int i = 0; i < params.outs; ++i)
-            result.store(place_of(params.out, row) + params.distance[i], params.out.type,
-                         params.whole, params.head_dim - column);
-        column += static_cast<int>(lanes) * kLaneColumns;
+            result.store(place_of(params.out, row) + params.distance[i], params.out.type);
+        column += static_cast<int>(lanes) * kColumns;
         load();
     }
 
@@ -203,12 +185,12 @@ __global__ void __launch_bounds__(kSumRowsThreads)
     if (valid && weighted && lane == 0) *statistic(params.lse, row) = lse;
 }
 
-template <int kParts, class Element>
+template <int kParts, class Element, int kColumns = kLaneColumns>
 cudaError_t launch_sum_rows(const SumRowsParams& params, cudaStream_t stream) {
-    const int rows_per_cta = kSumRowsThreads / lanes_per_row(params.head_dim);
+    const int rows_per_cta = kSumRowsThreads / lanes_per_row(params.head_dim, kColumns);
     const int64_t ctas = ceil_div<int64_t>(params.all_rows(), rows_per_cta);
-    return launch_kernel<sum_rows_kernel<kParts, Element>>(ctas, kSumRowsThreads, 0, params,
-                                                           stream);
+    return launch_kernel<sum_rows_kernel<kParts, Element, kColumns>>(ctas, kSumRowsThreads, 0,
+                                                                     params, stream);
 }
 
 template <class Element>
@@ -219,8 +201,9 @@ cudaError_t launch_sum_rows_of(const SumRowsParams& params, cudaStream_t stream)
 }
 
 cudaError_t sum_rows(const SumRowsParams& params, cudaStream_t stream) {
+    if (!params.whole) return launch_sum_rows<kMaxParts, void, 1>(params, stream);  // rare layouts
     const ResultType type = params.out.type;
-    bool alike = params.whole && type != ResultType::kFloat32;
+    bool alike = type != ResultType::kFloat32;
     for (int p = 0; p < params.parts; ++p) alike = alike && params.part[p].x.type == type;
     return !alike                         ? launch_sum_rows_of<void>(params, stream)
            : type == ResultType::kFloat16 ? launch_sum_rows_of<__half>(params, stream)
