@@ -23,7 +23,7 @@ from cells import (
 from common import Json
 from fp8_providers import FP8, FP8_PROVIDERS
 from host import CALLS
-from providers import BEST, LABELS, PEERS
+from providers import BEST, BEST_OF, LABELS, PEERS
 
 import flash_ext
 
@@ -255,11 +255,13 @@ def speed_section(folder: Path) -> Iterator[str]:
 
 # ------------------------------------------------------------------------------------------ FP8
 def fp8_groups(folder: Path) -> Iterator[tuple[tuple[str, bool], list[Json]]]:
-    """The cells of --set fp8 by head dims and mask, with the best peer in bfloat16."""
+    """The cells of --set fp8 by head dims and mask, with the best peer in bfloat16 if all were
+    asked."""
 
     def with_peer(cell: Json) -> Json:
+        asked = all(name in cell["providers"] for name in BEST_OF)
         peers = [r for name, r in cell["providers"].items() if name in PEERS and "ms" in r]
-        best = {FP8_PEER: min(peers, key=lambda r: r["ms"])} if peers else {}
+        best = {FP8_PEER: min(peers, key=lambda r: r["ms"])} if asked and peers else {}
         return cell | {"providers": cell["providers"] | best}
 
     cells = map(with_peer, fp8_cells(load("compare", folder)))

@@ -11,8 +11,8 @@
 //   complete before S' = Q K^T starts.
 // - So a consumer's own steps do not overlap, and tiles have more keys. Consumers compute most
 //   exponentials in turns: each beside the matmuls of the other one. At head dim 64, with its other
-//   softmax, they order their matmuls (ping-pong). Up to head dim 128 O is stored while the next Q
-//   tile's first scores are computed.
+//   softmax, they order their matmuls (ping-pong). O is stored while the next Q tile's first scores
+//   are computed.
 // - Q, K and V have descales. The softmax multiplies scores by Q's and K's (fp8_softmax.cuh); O is
 //   multiplied by V's before it is stored.
 //
@@ -99,10 +99,6 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
     SharedStorage& storage = shared_storage<SharedStorage>();
 
     using Tiles::Tiles;
-
-    // Are there registers to store O while the next Q tile's first scores are computed, and to test
-    // the next stages ahead? Otherwise O is stored before these scores start.
-    static constexpr bool kOverlaps = kHeadDim <= 128;
 
     // Has the KV tile keys of two blocks of descales?
     static constexpr bool kTwoKScales = kDescaleRows % kBlockKV != 0;
@@ -509,20 +505,17 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         v_pipeline.consumer_wait(x.v, x.v_ready);
         Order::wait(consumer);
         add_output<true>(x, rP);
-        if (!kOverlaps && new_tile) store_previous(x);
         if (!kStartsEarly) issue_scores<kFirstKeys, kOtherKeys>(x);
         issue_scores<0, kFirstKeys>(x);
         Order::signal_next(consumer);
         // What does not need the scores is done before they are there.
         release_and_advance(v_pipeline, x.v);
         load_k_scales(x);
-        if (kOverlaps && new_tile) store_previous(x);
-        if (kOverlaps) {
-            auto next_k = x.k;
-            next_k.advance();
-            x.k_ready = k_pipeline.consumer_test(next_k);
-            x.v_ready = v_pipeline.consumer_test(x.v);
-        }
+        if (new_tile) store_previous(x);
+        auto next_k = x.k;
+        next_k.advance();
+        x.k_ready = k_pipeline.consumer_test(next_k);
+        x.v_ready = v_pipeline.consumer_test(x.v);
         ptx::wgmma_wait<0>();
         compute_p<kUnmasked>(x, rP, new_tile);
     }
