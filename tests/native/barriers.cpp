@@ -21,7 +21,7 @@ namespace {
 // --- The kernels ---
 
 // A call: all lengths, and the options that change an order of tiles.
-struct Call {
+struct Shape {
     int batch, heads_q, heads_k, seqlen_q, seqlen_k, window_left, window_right;
     int num_splits, pack_gqa_log2, deterministic, varlen;
     int cu_seqlens_q[8], cu_seqlens_k[8];
@@ -29,12 +29,12 @@ struct Call {
 
 alignas(16) char global[32 << 20];  // all tensors: nobody looks at their elements
 
-TensorView view(const Call& call, int rows, int heads, int cols) {
+TensorView view(const Shape& call, int rows, int heads, int cols) {
     return {global, call.varlen ? 0 : int64_t{rows} * heads * cols, int64_t{heads} * cols, cols};
 }
 
 template <class Params>
-Params params_of(const Call& call, ElementType type, int head_dim, bool general) {
+Params params_of(const Shape& call, ElementType type, int head_dim, bool general) {
     Params x{};
     x.element_type = type;
     x.out_type = ElementType::kBFloat16;
@@ -62,7 +62,7 @@ Params params_of(const Call& call, ElementType type, int head_dim, bool general)
     return x;
 }
 
-ForwardParams forward_params(const Call& call, ElementType type, int head_dim, bool general) {
+ForwardParams forward_params(const Shape& call, ElementType type, int head_dim, bool general) {
     static unsigned long long counter;
     auto x = params_of<ForwardParams>(call, type, head_dim, general);
     x.lse = reinterpret_cast<float*>(global);
@@ -76,7 +76,7 @@ ForwardParams forward_params(const Call& call, ElementType type, int head_dim, b
     return x;
 }
 
-BackwardParams backward_params(const Call& call, int head_dim, bool general = false) {
+BackwardParams backward_params(const Shape& call, int head_dim, bool general = false) {
     static unsigned long long words[3];
     auto x = params_of<BackwardParams>(call, ElementType::kBFloat16, head_dim, general);
     x.dout = x.out;
@@ -163,7 +163,7 @@ TileOrder tile_order_of(const AttentionParams& params, int rows, int block, int 
 }
 
 template <class Kernel>
-cudaError_t launch_forward(const Call& call, ElementType type, bool general = false) {
+cudaError_t launch_forward(const Shape& call, ElementType type, bool general = false) {
     return keep<Kernel>([&] {
         ForwardParams params = forward_params(call, type, Kernel::kHeadDim, general);
         params.tile_order =
@@ -175,21 +175,21 @@ cudaError_t launch_forward(const Call& call, ElementType type, bool general = fa
 }
 
 template <int kHeadDim, tuning::Fa3ForwardTile kTile, OptionSet kOptions = tuning::kVarlen>
-cudaError_t forward(const Call& call) {
+cudaError_t forward(const Shape& call) {
     using Kernel = Fa3Forward<Element, kHeadDim, kHeadDim, kOptions,
                               tuning::fa3_forward_shape({kHeadDim, kHeadDim}, kOptions, kTile)>;
     return launch_forward<Kernel>(call, ElementType::kBFloat16, changes_scores(kOptions));
 }
 
 template <int kHeadDim, tuning::Fa3ForwardTile kTile = kUsual>
-cudaError_t forward_fp8(const Call& call) {
+cudaError_t forward_fp8(const Shape& call) {
     using Kernel = Fa3ForwardFp8<Float8, kHeadDim, kHeadDim, tuning::kVarlen,
                                  tuning::fa3_forward_fp8_shape({kHeadDim, kHeadDim}, kTile)>;
     return launch_forward<Kernel>(call, ElementType::kFloat8);
 }
 
 template <int kHeadDim, bool kManyQueries = false, OptionSet kOptions = tuning::kVarlen>
-cudaError_t backward(const Call& call) {
+cudaError_t backward(const Shape& call) {
     using Kernel =
         Fa3Backward<Element, kHeadDim, kHeadDim, kOptions,
                     tuning::fa3_backward_shape({kHeadDim, kHeadDim}, kOptions, kManyQueries)>;
@@ -209,7 +209,7 @@ DSWorkspace ds_workspace(const BackwardParams& params) {
 }
 
 template <int kHeadDim, bool kStoresDS>
-cudaError_t backward_dkdv(const Call& call) {
+cudaError_t backward_dkdv(const Shape& call) {
     using Kernel = Fa3BackwardDKDV<Element, kHeadDim, kHeadDim, tuning::kVarlen,
                                    kWide<kHeadDim>.pool_pairs, kStoresDS>;
     return keep<Kernel>([&] {
@@ -225,7 +225,7 @@ cudaError_t backward_dkdv(const Call& call) {
 }
 
 template <int kHeadDim>
-cudaError_t backward_dq(const Call& call) {
+cudaError_t backward_dq(const Shape& call) {
     using Kernel = Fa3BackwardDQ<Element, kHeadDim, kHeadDim, tuning::kVarlen>;
     return keep<Kernel>([&] {
         const auto params = backward_params(call, kHeadDim);
@@ -236,7 +236,7 @@ cudaError_t backward_dq(const Call& call) {
 }
 
 template <int kHeadDim>
-cudaError_t backward_dq_gemm(const Call& call) {
+cudaError_t backward_dq_gemm(const Shape& call) {
     using Kernel = Fa3BackwardDQGemm<Element, kHeadDim, kWide<kHeadDim>.dq_gemm_stages>;
     return keep<Kernel>([&] {
         const auto params = backward_params(call, kHeadDim);
@@ -247,7 +247,7 @@ cudaError_t backward_dq_gemm(const Call& call) {
 }
 
 template <int kHeadDim>
-cudaError_t decode(const Call& call) {
+cudaError_t decode(const Shape& call) {
     using Kernel =
         Fa3Decode<Element, kHeadDim, kHeadDim,
                   tuning::fa3_decode_shape({kHeadDim, kHeadDim}, tuning::Fa3DecodeTile::kFewRows)>;
@@ -260,7 +260,7 @@ cudaError_t decode(const Call& call) {
 }
 
 // tests/test_barriers.py reads their names here.
-const std::map<std::string, cudaError_t (*)(const Call&)> kKernels{
+const std::map<std::string, cudaError_t (*)(const Shape&)> kKernels{
     {"forward 64, small Q", forward<64, kSmallQ>},  // ping-pong
     {"forward 64", forward<64, kUsual>},            // four consumers
     {"forward 128", forward<128, kUsual>},          // two P, two steps with a mask
@@ -294,7 +294,7 @@ extern "C" {
 
 // Begins the first CTA of a kernel. Returns the number of its threads, 0 where nothing was
 // launched.
-int start(const char* name, const flash_ext::Call* call) {
+int start(const char* name, const flash_ext::Shape* call) {
     const cudaError_t status = flash_ext::kKernels.at(name)(*call);
     return status == cudaSuccess ? device::start_threads() : 0;
 }
