@@ -252,9 +252,9 @@ class CudnnFp8(Fp8Provider):
 
 
 class PackageFp8(Fp8Provider):
-    """FlashAttention-3's own FP8 forward, with output in bfloat16.
+    """FlashAttention-3's own FP8 forward, with a scale per head and output in bfloat16.
 
-    Of its module, or of fa3-fwd's, which is a build of the forward pass. It takes scales of heads.
+    From its own package, or from fa3-fwd, a build of the forward alone.
     """
 
     MODULES = ("flash_attn_interface", "fa3_fwd_interface")
@@ -277,8 +277,7 @@ class PackageFp8(Fp8Provider):
 
 def whole_call(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     """From bfloat16 inputs, quantization included."""
-    out: Tensor = fp8.attention(q, k, v, causal=causal)
-    return out
+    return fp8.attention(q, k, v, causal=causal)
 
 
 FP8_PROVIDERS: tuple[Provider, ...] = (

@@ -306,6 +306,13 @@ def test_descales_of_keys_not_in_use_are_not_read(keys: int, layouts: ModuleType
         assert (first, second) == expected
 
 
+@pytest.mark.parametrize("head_dim", (64, 128, 256))
+def test_numbers_without_descales_are_never_cooled(head_dim: int, layouts: ModuleType) -> None:
+    """With the default scale. Each iteration would look for large maxima, a fifth slower."""
+    assert not layouts.may_be_large(head_dim, head_dim**-0.5)
+    assert layouts.may_be_large(head_dim, 4 * head_dim**-0.5), "a larger scale is not overlooked"
+
+
 @pytest.mark.parametrize("head_dim", (64, 96, 128))
 def test_ds_is_stored_where_the_matmuls_read_it(head_dim: int, layouts: ModuleType) -> None:
     """By both consumers of fa3/backward.cuh, whose fragments number the elements."""

@@ -58,8 +58,7 @@ GAIN_LENGTH = 2048
 OURS_FP8 = FP8_PROVIDERS[0].name
 FP8_PEER = "best peer, bf16"  # the fastest in bfloat16 that is not ours, cell by cell
 FP8_OVER = {
-    "flash_attn_3_fp8": "flash-attn 3, FP8",
-    "cudnn_fp8": "cuDNN, FP8",
+    **{name: LABELS[name] for name in ("flash_attn_3_fp8", "cudnn_fp8")},
     "fa3": "flash_ext fa3, bf16",
     FP8_PEER: FP8_PEER,
 }
@@ -255,8 +254,8 @@ def speed_section(folder: Path) -> Iterator[str]:
 
 # ------------------------------------------------------------------------------------------ FP8
 def fp8_groups(folder: Path) -> Iterator[tuple[tuple[str, bool], list[Json]]]:
-    """The cells of --set fp8 by head dims and mask, with the best peer in bfloat16 if all were
-    asked."""
+    """The cells of --set fp8 by head dims and mask. The best peer in bfloat16 is beside those for
+    which all of them were asked."""
 
     def with_peer(cell: Json) -> Json:
         asked = all(name in cell["providers"] for name in BEST_OF)

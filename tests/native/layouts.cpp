@@ -376,17 +376,14 @@ auto load_columns(int rows, int cols, uint64_t address, int64_t row_bytes, int64
     });
 }
 
-// K's descales of a KV tile of 256 keys, of a sequence with so many keys in use.
-std::array<float, 2> key_descales(const std::vector<float>& descales, int keys, int kv_tile) {
+// read(state) of an FP8 consumer that has loaded the descales of a KV tile, of a sequence with so
+// many keys in use.
+template <int kHeadDim, class Read>
+auto with_descales(Fa3ForwardParams params, int keys, int kv_tile, Read read) {
     constexpr auto kTuning =
-        tuning::fa3_forward_fp8_shape({128, 128}, tuning::Fa3ForwardTile::kUsual);
-    using Kernel = Fa3ForwardFp8<Float8, 128, 128, tuning::kVarlen, kTuning>;
-    static_assert(kTuning.block_kv == 256);
-    Fa3ForwardParams params{};
+        tuning::fa3_forward_fp8_shape({kHeadDim, kHeadDim}, tuning::Fa3ForwardTile::kUsual);
+    using Kernel = Fa3ForwardFp8<Float8, kHeadDim, kHeadDim, tuning::kVarlen, kTuning>;
     params.heads_q = params.heads_k = 1;
-    params.k_descale.data = descales.data();
-    params.k_descale.last_stride = 1;
-    params.k_descale.last_block = static_cast<int>(descales.size()) - 1;
     threadIdx = {128};
     const Kernel kernel(params);
     typename Kernel::Scores scores;
@@ -399,7 +396,25 @@ std::array<float, 2> key_descales(const std::vector<float>& descales, int keys, 
     tile.sequence.seqlen_k = keys;
     kernel.begin_scales(x, tile);
     kernel.load_k_scales(x);
-    return {x.k_scale[0], x.k_scale[1]};
+    return read(x);
+}
+
+// K's descales of a KV tile of 256 keys.
+std::array<float, 2> key_descales(const std::vector<float>& descales, int keys, int kv_tile) {
+    Fa3ForwardParams params{};
+    params.k_descale.data = descales.data();
+    params.k_descale.last_stride = 1;
+    params.k_descale.last_block = static_cast<int>(descales.size()) - 1;
+    return with_descales<128>(params, keys, kv_tile,
+                              [](const auto& x) { return std::array{x.k_scale[0], x.k_scale[1]}; });
+}
+
+// Without descales: may a maximum be so large that rows are looked at, to be cooled?
+template <int kHeadDim>
+bool may_be_large(double scale) {
+    Fa3ForwardParams params{};
+    params.scale_log2 = static_cast<float>(scale * kLog2e);
+    return with_descales<kHeadDim>(params, 512, 0, [](const auto& x) { return x.may_be_large; });
 }
 
 // dS^T in shared memory, (key, query), where that of key i and query j is kBlockQ i + j.
@@ -477,6 +492,11 @@ PYBIND11_MODULE(flash_ext_layouts, m) {
     m.def("transposed_v", &transposed_v);
     m.def("load_columns", &load_columns);
     m.def("key_descales", &key_descales);
+    m.def("may_be_large", [](int head_dim, double scale) {
+        return head_dim == 64    ? may_be_large<64>(scale)
+               : head_dim == 128 ? may_be_large<128>(scale)
+                                 : may_be_large<256>(scale);
+    });
     m.def("stored_ds", [](int head_dim) {
         return head_dim == 64   ? stored_ds<64>()
                : head_dim == 96 ? stored_ds<96>()

@@ -50,7 +50,8 @@ template <int kCols, int kOffset_>
 struct Fp8SoftmaxBase : OnlineSoftmax<16> {
     static constexpr float kOffset = kOffset_;
     static constexpr float kFactor = 1 << kOffset_;
-    // Is rounded by up to a quarter. Scores of numbers without descales stay below 4.7 million.
+    // Is rounded by up to a quarter. Without descales, and with the scale 1 / sqrt(D), scores stay
+    // below 4.7 million.
     static constexpr float kLargeMax = 0x1.8p22f;
 
     // Blocks of keys that share a descale begin and end at multiples of this many n.
