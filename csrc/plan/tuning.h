@@ -70,7 +70,7 @@ struct Fa1ForwardRow {
 // FA1 is there to be read and compared, so it has kernels for few pairs only.
 inline constexpr Fa1ForwardRow kFa1Forward[] = {
     {.head_dims = {64, 64}, .block_q = 32, .block_kv = 256, .small_block_kv = 64},
-    {.head_dims = {128, 128}, .block_q = 32, .block_kv = 192, .small_block_kv = 128},
+    {.head_dims = {128, 128}, .block_q = 32, .block_kv = 256, .small_block_kv = 128},
     {.head_dims = {256, 256}, .block_q = 16, .block_kv = 128, .small_block_kv = 64},
 };
 
@@ -344,7 +344,7 @@ struct Fa1BackwardRow {
 };
 
 inline constexpr Fa1BackwardRow kFa1Backward[] = {
-    {.head_dims = {64, 64}, .plain = {.block_q = 32, .keys_per_warp = 16, .warps_kv = 8}},
+    {.head_dims = {64, 64}, .plain = {.block_q = 64, .keys_per_warp = 16, .warps_kv = 8}},
     {.head_dims = {128, 128},
      .plain = {.block_q = 32, .keys_per_warp = 32, .warps_kv = 4, .warps_d = 2}},
     {.head_dims = {256, 256},

@@ -64,23 +64,13 @@ struct ScoreFunction {
     }
 
  private:
-    // c tanh(scale q k / c) = c (1 - 2 / (1 + 2^x)), accurate to a few units in the last place:
-    // near 0, where that cancels, by the series of tanh(x / kTwoLog2e).
+    // c tanh(scale q k / c) by one instruction. Its relative error is at most 2^-11, as the rounding
+    // of a score to fp16 (docs/notes/031-options-fast.md).
     template <class Scores>
     FLASH_DEVICE void apply_softcap(Scores& s) const {
-        constexpr float kTwoLog2e = 2.f * kLog2e;
-        const float exponent = kTwoLog2e * (params.scale / params.softcap);
+        const float factor = params.scale / params.softcap;
         const float cap = params.softcap * kLog2e;
-        const float first = cap / kTwoLog2e;
-        const float third = first * (-1.f / 3.f / (kTwoLog2e * kTwoLog2e));
-        const float fifth = third * (-2.f / 5.f / (kTwoLog2e * kTwoLog2e));
-        s.for_each([&](float& score, int, int) {
-            const float x = exponent * score;
-            const float y = x * x;
-            const float near = x * (first + y * (third + y * fifth));
-            const float far = cap - cap * ptx::rcp(0.5f + 0.5f * ptx::ex2(x));
-            score = y < 0.004f * (kTwoLog2e * kTwoLog2e) ? near : far;
-        });
+        s.for_each([&](float& x, int, int) { x = cap * ptx::tanh(factor * x); });
     }
 
     // s += sign (ALiBi + bias)

@@ -194,30 +194,36 @@ struct Fa3BackwardProducers : Fa3Cta<Fa3BackwardParams, KeyTile> {
     // Adds dQ of the consumers to dq_accum; in deterministic mode KV tiles add in ascending order.
     // If dq_accum is not zeroed, the first KV tile of a Q tile stores. params.dq_semaphore counts
     // the KV tiles that have stored or added, if others wait for them; these were all fetched
-    // earlier. tiles_done() counts KV tiles for the postprocess pass.
+    // earlier. A Q tile is counted when its sum is visible, which takes as long as an iteration: so
+    // that happens beside the additions to the next one. tiles_done() counts KV tiles for the
+    // postprocess pass.
     FLASH_DEVICE void add_dq() const {
         typename DQPipeline::State c;
         work_tiles.for_each([&](const KeyTile& tile) {
+            int uncounted = -1;  // the Q tile before, by its first group of rows
             for_each_q_tile(tile, [&](int, int row_group, int first_row, bool) {
-                const auto dq_semaphore = [&] {
-                    return params.dq_semaphore + 1 + ptx::not_hoisted(row_group);
-                };
                 const int before = tiles_before(tile, first_row);
                 const bool stores = before == 0 && !params.dq_accum_zeroed;
                 const int awaited =
                     params.deterministic ? before : !params.dq_accum_zeroed && before > 0;
                 if (awaited > 0) {
-                    ptx::wait_for_count(dq_semaphore(), awaited, 32);
+                    ptx::wait_for_count(dq_semaphore(row_group), awaited, 32);
                     ptx::fence_proxy_async_global();
                 }
                 add_halves(c, stored_rows<kBlockQ>(tile.sequence, first_row), row_group, stores);
                 c.advance();
-                if (stores || params.deterministic) count_added(dq_semaphore());
+                if (uncounted >= 0) count_added<kConsumers>(dq_semaphore(uncounted));
+                uncounted = stores || params.deterministic ? row_group : -1;
             });
-            count_added(tiles_done(params, tile.sequence, tile.head / params.query_parts));
+            if (uncounted >= 0) count_added<0>(dq_semaphore(uncounted));
+            count_added<0>(tiles_done(params, tile.sequence, tile.head / params.query_parts));
         });
         // ptxas 13.0: not needed, but the consumers are scheduled better (note 010).
-        ptx::bulk_wait();
+        ptx::bulk_wait<0>();
+    }
+
+    FLASH_DEVICE int* dq_semaphore(int row_group) const {
+        return params.dq_semaphore + 1 + ptx::not_hoisted(row_group);
     }
 
     // The KV tiles that a Q tile sees before this one.
@@ -227,7 +233,7 @@ struct Fa3BackwardProducers : Fa3Cta<Fa3BackwardParams, KeyTile> {
             .count_before(tile.first_key / kBlockKV);
     }
 
-    // Adds each consumer's half of a Q tile of `rows` rows, or stores it.
+    // Adds each consumer's half of a Q tile of `rows` rows, or stores it: a group each.
     FLASH_DEVICE void add_halves(const typename DQPipeline::State& c, int rows, int row_group,
                                  bool stores) const {
         float* accum = params.dq_accum + int64_t{row_group} * (kWorkspaceRows * kHeadDim);
@@ -243,14 +249,16 @@ struct Fa3BackwardProducers : Fa3Cta<Fa3BackwardParams, KeyTile> {
             } else {
                 ptx::bulk_add(target, pipeline.stage(c), half.size * 4);
             }
+            ptx::bulk_commit();
             ptx::bulk_wait_read();
             pipeline.consumer_release(c);
         }
     }
 
-    // Counts once all that this thread has added to dQ is visible.
+    // Counts once all that this thread has added to dQ is visible, but for the last groups.
+    template <int kLastGroups>
     FLASH_DEVICE void count_added(int* count) const {
-        ptx::bulk_wait();
+        ptx::bulk_wait<kLastGroups>();
         ptx::fence_proxy_async_global();
         ptx::red_add_release(count, 1);
     }
