@@ -56,7 +56,8 @@ struct Fa1Forward {
     static constexpr int kKeysPerWarp = kBlockKV / kTeamWarps;
     // ptxas 13.0: the registers of three teams, 168 a thread, do not hold all options' values and
     // 64 keys a warp.
-    static constexpr int kTeams = kLessMemory || kHeadDim == 128 || (kUnaligned && kKeysPerWarp == 64) ? 2 : 3;
+    static constexpr int kTeams =
+        kLessMemory || (kUnaligned && kKeysPerWarp == 64) ? 2 : kTuning.teams;
     static constexpr int kTeamThreads = 32 * kTeamWarps;
     static constexpr int kThreads = kTeams * kTeamThreads;
 

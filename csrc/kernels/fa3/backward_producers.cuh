@@ -194,13 +194,22 @@ struct Fa3BackwardProducers : Fa3Cta<Fa3BackwardParams, KeyTile> {
     // Adds dQ of the consumers to dq_accum; in deterministic mode KV tiles add in ascending order.
     // If dq_accum is not zeroed, the first KV tile of a Q tile stores. params.dq_semaphore counts
     // the KV tiles that have stored or added, if others wait for them; these were all fetched
-    // earlier. A Q tile is counted when its sum is visible, which takes as long as an iteration: so
-    // that happens beside the additions to the next one. tiles_done() counts KV tiles for the
-    // postprocess pass.
+    // earlier. tiles_done() counts KV tiles for the postprocess pass.
+    //
+    // An addition, a count and the wait for one take about a microsecond each, and an iteration
+    // two. So a Q tile is counted beside the additions to the next one, and TMA reads a half
+    // meanwhile: its memory is released when the next half begins.
     FLASH_DEVICE void add_dq() const {
         typename DQPipeline::State c;
         work_tiles.for_each([&](const KeyTile& tile) {
-            int uncounted = -1;  // the Q tile before, by its first group of rows
+            int uncounted = -1;   // the Q tile before, by its first group of rows
+            int unreleased = -1;  // the consumer whose half TMA reads
+            const auto release = [&] {
+                if (unreleased < 0) return;
+                ptx::bulk_wait_read();
+                dq_pipeline(unreleased).consumer_release({});
+                unreleased = -1;
+            };
             for_each_q_tile(tile, [&](int, int row_group, int first_row, bool) {
                 const int before = tiles_before(tile, first_row);
                 const bool stores = before == 0 && !params.dq_accum_zeroed;
@@ -210,11 +219,19 @@ struct Fa3BackwardProducers : Fa3Cta<Fa3BackwardParams, KeyTile> {
                     ptx::wait_for_count(dq_semaphore(row_group), awaited, 32);
                     ptx::fence_proxy_async_global();
                 }
-                add_halves(c, stored_rows<kBlockQ>(tile.sequence, first_row), row_group, stores);
+                const int rows = stored_rows<kBlockQ>(tile.sequence, first_row);
+#pragma unroll 1
+                for (int i = 0; i < kConsumers; ++i) {
+                    release();
+                    add_half(i, c, rows, row_group, stores);
+                    unreleased = i;
+                    if (uncounted >= 0) count_added<1>(dq_semaphore(uncounted));
+                    uncounted = -1;
+                }
                 c.advance();
-                if (uncounted >= 0) count_added<kConsumers>(dq_semaphore(uncounted));
-                uncounted = stores || params.deterministic ? row_group : -1;
+                if (stores || params.deterministic) uncounted = row_group;
             });
+            release();
             if (uncounted >= 0) count_added<0>(dq_semaphore(uncounted));
             count_added<0>(tiles_done(params, tile.sequence, tile.head / params.query_parts));
         });
@@ -233,26 +250,21 @@ struct Fa3BackwardProducers : Fa3Cta<Fa3BackwardParams, KeyTile> {
             .count_before(tile.first_key / kBlockKV);
     }
 
-    // Adds each consumer's half of a Q tile of `rows` rows, or stores it: a group each.
-    FLASH_DEVICE void add_halves(const typename DQPipeline::State& c, int rows, int row_group,
-                                 bool stores) const {
-        float* accum = params.dq_accum + int64_t{row_group} * (kWorkspaceRows * kHeadDim);
-#pragma unroll 1
-        for (int i = 0; i < kConsumers; ++i) {
-            const DQPipeline pipeline = dq_pipeline(i);
-            const auto half = DQTile::half(i, rows);
-            float* target = accum + half.first;
-            pipeline.consumer_wait(c);
-            if (half.size == 0) {  // none of its queries exists
-            } else if (stores) {
-                ptx::bulk_store(target, pipeline.stage(c), half.size * 4);
-            } else {
-                ptx::bulk_add(target, pipeline.stage(c), half.size * 4);
-            }
-            ptx::bulk_commit();
-            ptx::bulk_wait_read();
-            pipeline.consumer_release(c);
+    // Adds a consumer's half of a Q tile of `rows` rows, or stores it.
+    FLASH_DEVICE void add_half(int consumer, const typename DQPipeline::State& c, int rows,
+                               int row_group, bool stores) const {
+        const DQPipeline pipeline = dq_pipeline(consumer);
+        const auto half = DQTile::half(consumer, rows);
+        float* target =
+            params.dq_accum + int64_t{row_group} * (kWorkspaceRows * kHeadDim) + half.first;
+        pipeline.consumer_wait(c);
+        if (half.size == 0) {  // none of its queries exists
+        } else if (stores) {
+            ptx::bulk_store(target, pipeline.stage(c), half.size * 4);
+        } else {
+            ptx::bulk_add(target, pipeline.stage(c), half.size * 4);
         }
+        ptx::bulk_commit();
     }
 
     // Counts once all that this thread has added to dQ is visible, but for the last groups.
