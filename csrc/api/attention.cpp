@@ -113,8 +113,8 @@ void fill_params(AttentionParams& params, const Sizes& sizes, std::span<const Op
     if (options.dropout_p > 0) {
         params.rng_state = data_of<int64_t>(options.rng_state);
         params.keep_threshold = static_cast<uint32_t>(
-            std::max(1.0, std::nearbyint((1.0 - options.dropout_p) * 65536.0)));
-        const float keep_scale = 65536.f / static_cast<float>(params.keep_threshold);
+            std::clamp(std::nearbyint((1.0 - options.dropout_p) * 0x1p32), 0x1p16, 0x1p32 - 1));
+        const float keep_scale = 0x1p32f / static_cast<float>(params.keep_threshold);
         params.p_factor = std::min(keep_scale, max_p_factor);
         params.late_factor = keep_scale / params.p_factor;
     }
