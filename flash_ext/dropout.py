@@ -22,7 +22,8 @@ _ROUNDS = 7
 
 def _keep_threshold(dropout_p: float) -> int:
     """Entries whose number of 32 bits is below this are kept. One in 65,536 at least is."""
-    return min(max(2**16, round((1 - dropout_p) * 2**32)), 2**32 - 1)
+    below = round((1 - dropout_p) * 2**32)
+    return min(max(below, 2**16), 2**32 - 1) if dropout_p > 0 else 2**32
 
 
 def keep_scale(dropout_p: float) -> float:

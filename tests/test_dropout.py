@@ -36,7 +36,6 @@ def test_philox_known_answers() -> None:
     answers = {
         (7, zero): (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48),
         (7, ones): (0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662),
-        (7, pi): (0x4DC4F8D1, 0xDB0BA4E8, 0xB7C1C1D7, 0x0EBE3FC3),
         (10, zero): (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8),
         (10, ones): (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD),
         (10, pi): (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),

@@ -216,7 +216,7 @@ struct Problem {
         const auto there = std::span(all).first(operands_there);
         AttentionParams params{};
         fill(params);
-        if (dropout) params.rng_state = reinterpret_cast<const int64_t*>(kAddress);
+        if (dropout) params.rng_state = reinterpret_cast<const int64_t*>(kMemory);
         params.aligned = std::ranges::all_of(there, &Operand::is_aligned);
         const Choice choice = choose({*find_device(gpu), params, there});
         if (!choice.variant) return {std::nullopt, choice.why};
