@@ -60,18 +60,20 @@ void copy_if_needed(Plan& plan, RowCopies& copies, TensorView& view, Rows rows, 
     plan.workspace.reserve(view.data, copy.bytes());
 }
 
+// Then all rows are aligned: columns that copies have beyond the given ones are zeros.
 template <class Plan>
-void copy_qkv_if_needed(Plan& plan) {
-    AttentionParams& params = plan.params;
-    copy_if_needed(plan, plan.inputs, params.q, Rows::kQueries, params.head_dim);
-    copy_if_needed(plan, plan.inputs, params.k, Rows::kKeys, params.head_dim);
-    copy_if_needed(plan, plan.inputs, params.v, Rows::kKeys, params.head_dim_v);
-}
-
-// All rows are aligned: columns that copies have beyond the given ones are zeros.
-void align_head_dims(AttentionParams& params) {
-    params.head_dim = ceil_div(params.head_dim, 8) * 8;
-    params.head_dim_v = ceil_div(params.head_dim_v, 8) * 8;
+void copy_inputs(Plan& plan) {
+    auto& params = plan.params;
+    const HeadDims cols = head_dims(params);
+    copy_if_needed(plan, plan.inputs, params.q, Rows::kQueries, cols.qk);
+    copy_if_needed(plan, plan.inputs, params.k, Rows::kKeys, cols.qk);
+    copy_if_needed(plan, plan.inputs, params.v, Rows::kKeys, cols.v);
+    if constexpr (requires { params.dout; }) {
+        copy_if_needed(plan, plan.inputs, params.out, Rows::kQueries, cols.v);
+        copy_if_needed(plan, plan.inputs, params.dout, Rows::kQueries, cols.v);
+    }
+    params.head_dim = ceil_div(cols.qk, 8) * 8;
+    params.head_dim_v = ceil_div(cols.v, 8) * 8;
     params.aligned = true;
 }
 
@@ -128,20 +130,19 @@ Choice choose(const Call& call, Pass pass, Variant variant, bool may_stand_in) {
 void make_plan(ForwardPlan& plan, const GpuModel& gpu) {
     ForwardParams& params = plan.params;
     const VariantRow& row = row_for(plan.variant);
+    const HeadDims cols = head_dims(params);
     pack_gqa_view(params);
     plan.mask = summary_of(params);
     plan.kernel.gpu = gpu;
-    if (row.copies_rows) {
-        copy_qkv_if_needed(plan);
-        copy_if_needed(plan, plan.results, params.out, Rows::kQueries, params.head_dim_v);
-        align_head_dims(params);
-    }
+    if (row.copies_rows) copy_inputs(plan);
     row.plan_forward(plan);
+    if (row.copies_rows) copy_if_needed(plan, plan.results, params.out, Rows::kQueries, cols.v);
 }
 
 void make_plan(BackwardPlan& plan, const GpuModel& gpu) {
     BackwardParams& params = plan.params;
     const VariantRow& row = row_for(plan.variant);
+    const HeadDims cols = head_dims(params);
     plan.mask = summary_of(params);
     plan.kernel.gpu = gpu;
     if (params.deterministic && params.cu_seqlens_q != nullptr) {
@@ -150,13 +151,7 @@ void make_plan(BackwardPlan& plan, const GpuModel& gpu) {
         plan.workspace.reserve(params.cu_seqlens_q, params.batch + 1);
         plan.workspace.reserve(params.cu_seqlens_k, params.batch + 1);
     }
-    const HeadDims cols = head_dims(params);
-    if (row.copies_rows) {
-        copy_qkv_if_needed(plan);
-        copy_if_needed(plan, plan.inputs, params.out, Rows::kQueries, cols.v);
-        copy_if_needed(plan, plan.inputs, params.dout, Rows::kQueries, cols.v);
-        align_head_dims(params);
-    }
+    if (row.copies_rows) copy_inputs(plan);
     row.plan_backward(plan);
     if (!row.copies_rows) return;
     const bool parts = params.parts > 1;
