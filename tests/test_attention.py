@@ -510,6 +510,38 @@ def test_decoding_of_fa3(problem: Problem, variant: str) -> None:
     check(problem, variant, "cuda")
 
 
+def unaligned_rows() -> Iterator[Problem]:
+    """Rows that TMA cannot address: fa3 copies them, and its results back."""
+    options = (
+        {},
+        {"causal": True, "layout": "odd_row"},
+        {"window": (70, 31), "layout": "odd_offset"},
+        {"causal": True, "layout": "packed", "sink": True},
+        {"layout": "bhsd", "loss": "both"},
+        {"layout": "expanded_heads", "causal": True},
+        {"layout": "expanded_batch", "sink": True},
+        {"seqused_k": (129, 0, 500), "layout": "odd_row"},
+        {"softcap": 2.0, "alibi": "h", "scale": 0.2},
+        {"lengths_q": (128, 0, 257, 1), "lengths_k": (129, 64, 256, 0), "causal": True},
+        {"heads_k": 1, "seqlen_q": 1030, "seqlen_k": 900, "causal": True},  # in parts
+        {"seqlen_q": 70, "seqlen_k": 3001},  # splits of the keys
+        {"seqlen_q": 1, "seqlen_k": 900, "layout": "odd_row"},
+    )
+    dims = ((20, 20), (36, 36), (60, 60), (100, 100), (250, 250), (59, 37), (180, 100), (64, 64))
+    for index, ((d, dv), option) in enumerate(itertools.product(dims, options)):
+        fields = {"batch": 3, "seqlen_q": 257, "seqlen_k": 383, "heads_q": 6, "heads_k": 2} | option
+        yield Problem(
+            **fields, head_dim=d, head_dim_v=dv, dtype=HALF_TYPES[index % 2], seed=index // 2
+        ).well_conditioned()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", ["fa3"])
+@pytest.mark.parametrize("problem", [*unaligned_rows()], ids=str)
+def test_unaligned_rows_of_fa3(problem: Problem, variant: str) -> None:
+    check(problem, variant, "cuda", deterministic=problem.seed % 2 == 1)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", ["fa3"])
 @pytest.mark.parametrize("problem", [*gradients_of_fa3(), *few_key_heads(), *few_keys()], ids=str)

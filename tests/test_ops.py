@@ -675,6 +675,7 @@ GRAPH_PROBLEMS = (
     Problem(1, 300, 257, 2, 2, 128, window=(64, 10), dropout_p=0.5),
     Problem(1, 257, 300, 4, 1, 256, layout="odd_offset", dropout_p=0.17),
     Problem(2, 200, 200, 4, 2, 40, causal=True),
+    Problem(2, 200, 200, 4, 2, 60, causal=True),
     Problem(2, 700, 900, 16, 4, 128, causal=True),  # more tiles than CTAs
     Problem(2, 3, 2000, 8, 2, 128),  # decoding
     Problem(2, 9, 2000, 16, 2, 128),  # splits of packed heads, which the last one combines
