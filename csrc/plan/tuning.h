@@ -271,14 +271,27 @@ inline constexpr Fa3DecodeRow kFa3Decode[] = {
     {.head_dims = {256, 256}, .few_rows = {.stages = 1}},
 };
 
-constexpr Fa3DecodeShape fa3_decode_shape(HeadDims dims, Fa3DecodeTile tile) {
-    const Fa3DecodeRow row = row_of(kFa3Decode, dims);
+// With K and V in 8 bits. A block of 32 keys has as many bytes as 16 in 16 bits, so the numbers are
+// the same. Other head dims are padded: columns that are zeros are not read.
+inline constexpr Fa3DecodeRow kFa3Decode8Bits[] = {
+    {.head_dims = {64, 64},
+     .few_rows = {.stages = 3, .ctas_per_sm = 2},
+     .many_keys = {.warps = 16, .stages = 3},
+     .many_rows = {.rows = 32, .stages = 4}},
+    {.head_dims = {128, 128},
+     .few_rows = {.stages = 1, .ctas_per_sm = 2},
+     .many_keys = {.warps = 16, .stages = 1},
+     .many_rows = {.rows = 32, .stages = 2}},
+    {.head_dims = {256, 256}, .few_rows = {.stages = 1}},
+};
+
+constexpr Fa3DecodeShape fa3_decode_shape(const Fa3DecodeRow& row, Fa3DecodeTile tile) {
     return tile == Fa3DecodeTile::kManyRows   ? row.many_rows
            : tile == Fa3DecodeTile::kManyKeys ? row.many_keys
                                               : row.few_rows;
 }
 
-// The most keys of a split for which few warps are better than many.
+// The most keys of a split for which few warps are better than many; of 8 bits twice as many.
 inline constexpr int kFewDecodeKeys = 512;
 
 // --- FA3, forward of FP8 ---

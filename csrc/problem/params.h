@@ -77,11 +77,12 @@ struct AttentionParams {
     Bias bias;
     const float* sink = nullptr;  // (Hq)
 
-    // Of 8-bit inputs.
+    // Of 8-bit inputs; q's if it has 8 bits, too.
     Descale q_descale;     // (B, Hk) or (B, Hq, blocks)
     Descale k_descale;     // (B, Hk) or (B, Hk, blocks)
     Descale v_descale;     // (B, Hk) or (B, Hk, Dv)
-    ElementType out_type;  // of out; that of the inputs unless they have 8 bits
+    ElementType out_type;  // of out; that of q unless q has 8 bits
+    ElementType key_type;  // of k; that of q unless k and v have 8 bits, and q 16
 
     // Dropout, see dropout.cuh.
     const int64_t* rng_state = nullptr;  // (2): seed, offset; null: none
@@ -110,8 +111,12 @@ FLASH_HOST_DEVICE bool is_varlen(const AttentionParams& params) {
     return params.cu_seqlens_q != nullptr || params.seqused_k != nullptr;
 }
 
+// Does q have 8 bits? Then k and v do, too.
 FLASH_HOST_DEVICE bool has_8_bits(const AttentionParams& params) {
     return element_bytes(params.element_type) == 1;
+}
+FLASH_HOST_DEVICE bool has_8_bit_keys(const AttentionParams& params) {
+    return element_bytes(params.key_type) == 1;
 }
 
 // The least scale of kernels that multiply scores by it after masking, or divide lse by it.

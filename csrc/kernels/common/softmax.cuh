@@ -101,13 +101,15 @@ FLASH_DEVICE void drop(Scores& p, const AttentionParams& params, const Sequence&
     }
 }
 
-template <int kRows>
+// P of a row's maximum is 2^kPowers, up to 7, by an m that is smaller by as much. (A large m is
+// rounded by more: then it is 1.)
+template <int kRows, int kPowers = 0>
 struct OnlineSoftmax {
     static constexpr int kM = kRows / 16;
     // O is rescaled only when scores exceed the stale maximum by this many powers of two. The
     // result is the same, since numerator and denominator share it, and most tiles need no
     // rescaling.
-    static constexpr float kRescaleThreshold = 8.f;
+    static constexpr float kRescaleThreshold = 8.f + kPowers;
 
     float row_max[kM][2];  // m; -inf until the row has seen a key
     float row_sum[kM][2];  // this lane's share
@@ -133,7 +135,7 @@ struct OnlineSoftmax {
     template <class Scale>
     FLASH_DEVICE float raise_max(float score, int m, int i, Scale scale) {
         const float old = row_max[m][i];
-        row_max[m][i] = fmaxf(old, round_up(score, scale));
+        row_max[m][i] = fmaxf(old, round_up(score, scale) - static_cast<float>(kPowers));
         const float factor = old == row_max[m][i] ? 1.f : ptx::ex2(old - row_max[m][i]);
         row_sum[m][i] *= factor;
         return factor;
