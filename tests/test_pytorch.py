@@ -8,8 +8,6 @@ can run.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attention_testing import Problem, assert_bitwise_equal, make_inputs
+from forked import run_python
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -550,9 +549,7 @@ def test_aot_inductor_in_a_new_process(tmp_path: Path) -> None:
     tensors = qkv("cpu", 5, seqlen=40, dtype=torch.bfloat16)
     torch.save((tensors, Model()(*tensors)), tmp_path / "data.pt")
     root = Path(flash_ext.__file__).parent.parent
-    subprocess.run(
-        [sys.executable, "-c", RUN_PACKAGE, package, tmp_path / "data.pt"], check=True, cwd=root
-    )
+    run_python("-c", RUN_PACKAGE, package, tmp_path / "data.pt", check=True, cwd=root)
 
 
 # --- CUDA graphs ---
