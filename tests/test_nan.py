@@ -49,7 +49,10 @@ def assert_as_standard(
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("head_dim", (64, 128, 256))
+@pytest.mark.parametrize(
+    ("device", "head_dim"),
+    [("cpu", 64), *(pytest.param("cuda", d, marks=pytest.mark.gpu) for d in (64, 128, 256))],
+)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", "qkv")
 def test_a_nan_stays_in_its_rows(

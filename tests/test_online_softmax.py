@@ -8,7 +8,6 @@ for a warp by one of its rows, or that starts from a tile in which a row sees no
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterator
 
@@ -25,7 +24,7 @@ from attention_testing import (
     expected_forward,
     make_inputs,
 )
-from grids import HALF_TYPES
+from grids import HALF_TYPES, cover
 
 # The scores grow by this many powers of two from one block of keys to the next: below and above
 # what a kernel may let pass (12), what fp16 holds (16), and what float32 does (128).
@@ -66,10 +65,10 @@ def growing(
     return problem, inputs
 
 
-def cases() -> Iterator[tuple[Problem, int, int, str]]:
+def cases(device: str) -> Iterator[tuple[Problem, int, int, str]]:
     """Every step with every block, masks, head dims, types and rows in rotation."""
     dims = ((64, 32), (24, 24), (40, 40), (128, 64), *KERNEL_DIMS)
-    grid = itertools.product(STEPS, BLOCKS, WHO)
+    grid = cover(device, STEPS, BLOCKS, WHO)
     for index, (step, block, who) in enumerate(grid):
         d, dv = dims[index % len(dims)]
         yield (
@@ -90,7 +89,14 @@ def cases() -> Iterator[tuple[Problem, int, int, str]]:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize(("problem", "step", "block", "who"), list(cases()), ids=str)
+@pytest.mark.parametrize(
+    ("device", "problem", "step", "block", "who"),
+    [
+        *(("cpu", *case) for case in cases("cpu")),
+        *(pytest.param("cuda", *case, marks=pytest.mark.gpu) for case in cases("cuda")),
+    ],
+    ids=str,
+)
 def test_scores_that_grow(
     problem: Problem, step: int, block: int, who: str, variant: str, device: str
 ) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import itertools
 import resource
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +28,7 @@ from attention_testing import (
     options_of,
     runnable,
 )
+from grids import cover
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -313,9 +313,9 @@ GRADCHECK_PROBLEMS = (
     Problem(2, 4, 6, 2, 1, 3, alibi="bh"),
     Problem(2, 4, 6, 2, 1, 3, sink=True, causal=True, seqused_k=(0, 5)),
     Problem(2, 4, 6, 2, 1, 3, bias="11qk", bias_type="bool", sink=True),
-    *(
+    *(  # each pair of whole and broadcast dimensions; all patterns: test_tiled.py
         Problem(2, 3, 4, 2, 1, 2, bias="".join(pattern))
-        for pattern in itertools.product("b1", "h1", "q1", "k1")
+        for pattern in cover("cpu", "b1", "h1", "q1", "k1")
     ),
     dataclasses.replace(
         Problem(lengths_q=(3, 0, 2), lengths_k=(2, 2, 4), heads_k=1, head_dim=2, bias_short=1),

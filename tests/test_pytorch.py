@@ -543,8 +543,11 @@ torch.testing.assert_close(model(*tensors), expected)
 def test_aot_inductor_in_a_new_process(tmp_path: Path) -> None:
     """Which only has to import flash_ext, for its library."""
     program, _ = exported("cpu")
+    quickly = {"compile_wrapper_opt_level": "O0", "precompile_headers": False}
     package = torch._inductor.aoti_compile_and_package(
-        program, package_path=str(tmp_path / "model.pt2")
+        program,
+        package_path=str(tmp_path / "model.pt2"),
+        inductor_configs={f"aot_inductor.{name}": value for name, value in quickly.items()},
     )
     tensors = qkv("cpu", 5, seqlen=40, dtype=torch.bfloat16)
     torch.save((tensors, Model()(*tensors)), tmp_path / "data.pt")
