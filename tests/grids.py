@@ -24,6 +24,13 @@ BIAS_PATTERNS = tuple(
 )
 
 
+DEVICE_AND_DIM = [
+    ("cpu", 64),
+    *(pytest.param("cuda", d, marks=pytest.mark.gpu) for d in (64, 128, 256)),
+]
+"""Of tests whose head dim chooses a GPU's kernel; on the CPU it changes the size of tiles alone."""
+
+
 def cover(device: str, *axes: Sequence[Any]) -> list[tuple[Any, ...]]:
     """All combinations of the axes' values. On a CPU, whose kernels have few paths, only so many
     that each pair of values occurs, in the same order."""

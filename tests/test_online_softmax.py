@@ -24,7 +24,7 @@ from attention_testing import (
     expected_forward,
     make_inputs,
 )
-from grids import HALF_TYPES, cover
+from grids import DEVICE_AND_DIM, HALF_TYPES, cover
 
 # The scores grow by this many powers of two from one block of keys to the next: below and above
 # what a kernel may let pass (12), what fp16 holds (16), and what float32 does (128).
@@ -123,7 +123,7 @@ def check_forward(
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("head_dim", (64, 128, 256))
+@pytest.mark.parametrize(("device", "head_dim"), DEVICE_AND_DIM)
 @pytest.mark.parametrize("key", (0, 15, 63, 64, 127, 128, 200, 511, 599))
 @pytest.mark.parametrize("height", (15.0, 90.0, 3000.0))
 def test_one_key_above_all_others(
@@ -145,7 +145,7 @@ def one_peak(height: float, key: int, head_dim: int, device: str) -> tuple[Probl
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("head_dim", (64, 128, 256))
+@pytest.mark.parametrize(("device", "head_dim"), DEVICE_AND_DIM)
 @pytest.mark.parametrize("low", (-20.0, -200.0, -50000.0))
 def test_a_first_tile_far_below(low: float, head_dim: int, variant: str, device: str) -> None:
     """The contribution of the first tiles vanishes next to the rest; without a rest it does not."""

@@ -103,12 +103,14 @@ def test_opcheck(problem: Problem, variant: str, device: str) -> None:
         torch.ops.flash_ext.check.default, tensors, options, test_utils="test_schema"
     )
     out, lse = torch.ops.flash_ext.fwd(*tensors, **options)
-    for dlse, need_dbias in ((None, True), (inputs.dlse, False)):
+    # Of two problems in turn each traces one of the two.
+    untraced = OPCHECK_PROBLEMS.index(problem) % 2 if device == "cpu" else None
+    for number, (dlse, need_dbias) in enumerate(((None, True), (inputs.dlse, False))):
         torch.library.opcheck(
             torch.ops.flash_ext.bwd.default,
             (inputs.dout, dlse, *tensors, out, lse),
             options | {"need_dbias": need_dbias},
-            test_utils=tests,
+            test_utils=tests[:3] if number == untraced else tests,
         )
 
 
