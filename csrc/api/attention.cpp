@@ -97,6 +97,9 @@ void fill_params(AttentionParams& params, const Sizes& sizes, std::span<const Op
         options.scale.value_or(1.0 / std::sqrt(static_cast<double>(params.head_dim))));
     params.scale_log2 = params.scale * kLog2e;
     params.softcap = static_cast<float>(options.softcap);
+    params.tanh_scale = params.scale / params.softcap;
+    params.softcap_log2 = params.softcap * kLog2e;
+    params.inverse_softcap_log2 = 1.f / params.softcap_log2;
     params.alibi_slopes = data_of<float>(options.alibi_slopes);
     if (options.alibi_slopes && options.alibi_slopes->dim() == 2)
         params.alibi_batch_stride = options.alibi_slopes->stride(0);

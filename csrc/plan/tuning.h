@@ -50,6 +50,8 @@ inline constexpr OptionSet kDense = OptionSet::kNone;
 inline constexpr OptionSet kVarlen = OptionSet::kVarlen;
 inline constexpr OptionSet kVarlenSplits = OptionSet::kVarlen | OptionSet::kSplits;
 // FA3 has neither bias nor dropout, and TMA needs aligned rows.
+inline constexpr OptionSet kFa3Softcap = kVarlenSplits | OptionSet::kSoftcap;
+inline constexpr OptionSet kFa3Alibi = kVarlenSplits | OptionSet::kAlibi;
 inline constexpr OptionSet kFa3Scores =
     kVarlenSplits | OptionSet::kSmallScale | OptionSet::kSoftcap | OptionSet::kAlibi;
 inline constexpr OptionSet kAllOptions =
@@ -63,15 +65,16 @@ struct Fa1ForwardRow {
     HeadDims head_dims;
     OptionSets options = kFa1Options;
     int block_q;
-    int block_kv;        // with three teams, where shared memory suffices (227 KB, Hopper)
+    int block_kv;  // where shared memory suffices (227 KB, Hopper), and the teams for it
+    int teams;
     int small_block_kv;  // with two, otherwise (163 KB, A100; at 64 99 KB, 8.6, 8.9 and 12.x)
 };
 
 // FA1 is there to be read and compared, so it has kernels for few pairs only.
 inline constexpr Fa1ForwardRow kFa1Forward[] = {
-    {.head_dims = {64, 64}, .block_q = 32, .block_kv = 256, .small_block_kv = 64},
-    {.head_dims = {128, 128}, .block_q = 32, .block_kv = 192, .small_block_kv = 128},
-    {.head_dims = {256, 256}, .block_q = 16, .block_kv = 128, .small_block_kv = 64},
+    {.head_dims = {64, 64}, .block_q = 32, .block_kv = 256, .teams = 3, .small_block_kv = 64},
+    {.head_dims = {128, 128}, .block_q = 32, .block_kv = 256, .teams = 2, .small_block_kv = 128},
+    {.head_dims = {256, 256}, .block_q = 16, .block_kv = 128, .teams = 3, .small_block_kv = 64},
 };
 
 // --- FA2, forward ---
@@ -163,9 +166,11 @@ struct Fa3Costs {
 };
 
 // Kernels that change scores take twice as long to compile. Models with softcap or ALiBi have head
-// dims 64, 128 and 256: at others such calls are padded further.
+// dims 64, 128 and 256: at others such calls are padded further. The last set is for rare calls:
+// both options, or a scale that is tiny, zero or negative.
 inline constexpr OptionSets kFa3ForwardOptions{2, {kVarlen, kVarlenSplits}};
-inline constexpr OptionSets kFa3ForwardAllOptions{3, {kVarlen, kVarlenSplits, kFa3Scores}};
+inline constexpr OptionSets kFa3ForwardAllOptions{
+    5, {kVarlen, kVarlenSplits, kFa3Softcap, kFa3Alibi, kFa3Scores}};
 
 struct Fa3ForwardRow {
     HeadDims head_dims;
@@ -344,7 +349,7 @@ struct Fa1BackwardRow {
 };
 
 inline constexpr Fa1BackwardRow kFa1Backward[] = {
-    {.head_dims = {64, 64}, .plain = {.block_q = 32, .keys_per_warp = 16, .warps_kv = 8}},
+    {.head_dims = {64, 64}, .plain = {.block_q = 64, .keys_per_warp = 16, .warps_kv = 8}},
     {.head_dims = {128, 128},
      .plain = {.block_q = 32, .keys_per_warp = 32, .warps_kv = 4, .warps_d = 2}},
     {.head_dims = {256, 256},
@@ -447,7 +452,8 @@ struct Fa3BackwardShape {
 };
 
 inline constexpr OptionSets kFa3BackwardOptions{1, {kVarlen}};
-inline constexpr OptionSets kFa3BackwardAllOptions{2, {kVarlen, kFa3Scores}};
+inline constexpr OptionSets kFa3BackwardAllOptions{4,
+                                                   {kVarlen, kFa3Softcap, kFa3Alibi, kFa3Scores}};
 
 // For heads whose dQ is summed in HBM. Tiles of 80 queries pay when Q, dO and dQ of a head no
 // longer stay in L2; up to 32,768 queries both are level.

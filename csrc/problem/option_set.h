@@ -37,11 +37,18 @@ constexpr bool changes_scores(OptionSet set) {
     return (set & (kSmallScale | kSoftcap | kAlibi | kBias)) != kNone;
 }
 
+// Does the softcap alone change the scores? Then ScoreFunction returns its tanh, and the cap is a
+// factor of exponents, as the scale is without a softcap.
+constexpr bool only_softcap(OptionSet set) {
+    using enum OptionSet;
+    return (set & (kSmallScale | kSoftcap | kAlibi | kBias)) == kSoftcap;
+}
+
 // The sets that a kernel is instantiated for. A call takes the first one that contains its options,
 // so a set comes after the sets that it contains.
 struct OptionSets {
     int count;
-    OptionSet sets[4];
+    OptionSet sets[5];
 
     // The index of the set for these options, or -1.
     constexpr int index_for(OptionSet needed) const {

@@ -68,6 +68,10 @@ struct AttentionParams {
     float scale;
     float scale_log2;                     // scale * log2(e)
     float softcap = 0.f;                  // 0: none
+    // Of a softcap: scale / softcap, softcap * log2(e), and the inverse of this.
+    float tanh_scale;
+    float softcap_log2;
+    float inverse_softcap_log2;
     const float* alibi_slopes = nullptr;  // (Hq) or (B, Hq)
     int64_t alibi_batch_stride = 0;
     Bias bias;
@@ -113,11 +117,16 @@ FLASH_HOST_DEVICE bool has_8_bits(const AttentionParams& params) {
 // The least scale of kernels that multiply scores by it after masking, or divide lse by it.
 inline constexpr float kMinScale = 1e-30f;
 
-// The options that the call asks for. 8-bit kernels take any scale.
+// 8-bit kernels take any scale.
+inline bool has_small_scale(const AttentionParams& params) {
+    const float cap = params.softcap != 0.f ? params.softcap : 1.f;
+    return min_of(params.scale, cap) < kMinScale && !has_8_bits(params);
+}
+
+// The options that the call asks for.
 inline OptionSet options_of(const AttentionParams& params) {
     using enum OptionSet;
-    return only_if(is_varlen(params), kVarlen) |
-           only_if(params.scale < kMinScale && !has_8_bits(params), kSmallScale) |
+    return only_if(is_varlen(params), kVarlen) | only_if(has_small_scale(params), kSmallScale) |
            only_if(params.softcap != 0.f, kSoftcap) |
            only_if(params.alibi_slopes != nullptr, kAlibi) |
            only_if(params.bias.data != nullptr, kBias) |

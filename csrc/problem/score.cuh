@@ -14,6 +14,24 @@
 
 namespace flash_ext {
 
+// The scale of scores that include it.
+struct Unscaled {
+    FLASH_DEVICE constexpr operator float() const { return 1.f; }
+};
+
+// The factor from scores to exponents of 2. A kernel that changes scores multiplies them before it
+// masks them (the scale may be zero or negative), the others inside the exponent.
+template <OptionSet kOptions>
+FLASH_DEVICE auto exponent_scale(const AttentionParams& params) {
+    if constexpr (only_softcap(kOptions)) {
+        return params.softcap_log2;
+    } else if constexpr (changes_scores(kOptions)) {
+        return Unscaled{};
+    } else {
+        return params.scale_log2;
+    }
+}
+
 // The score of (query i, key j) is, in this order and in base 2,
 //     s = scale q_i k_j,  s = c tanh(s / c) with softcap c,
 //     s -= slope |i + seqlen_k - seqlen_q - j| with ALiBi,  s += bias_ij.
@@ -27,10 +45,16 @@ struct ScoreFunction {
 
     template <class Scores>
     FLASH_DEVICE void apply(Scores& s, int first_row, int first_col) const {
-        if (!contains(kOptions, OptionSet::kSoftcap) || params.softcap == 0.f) {
-            s.scale(params.scale_log2);
+        // c tanh(s / c) by one instruction. Its relative error is at most 2^-11, as the rounding of
+        // a score to fp16 (docs/notes/031-options.md).
+        const bool softcap = contains(kOptions, OptionSet::kSoftcap) && params.softcap != 0.f;
+        const auto tanh = [&](float x) { return ptx::tanh(params.tanh_scale * x); };
+        if constexpr (only_softcap(kOptions)) {
+            s.map(tanh);
+        } else if (softcap) {
+            s.map([&](float x) { return params.softcap_log2 * tanh(x); });
         } else {
-            apply_softcap(s);
+            s.scale(params.scale_log2);
         }
         add_offsets(s, first_row, first_col, 1.f);
     }
@@ -41,7 +65,6 @@ struct ScoreFunction {
     template <class Scores, class LseOfQuery>
     FLASH_DEVICE void softcap_gradient(Scores& ds, const Scores& p, int first_row, int first_col,
                                        LseOfQuery lse_of) const {
-        const float inverse_cap = 1.f / (params.softcap * kLog2e);
 #pragma unroll
         for (int m = 0; m < Scores::kM; ++m)
 #pragma unroll
@@ -56,7 +79,7 @@ struct ScoreFunction {
                 add_offsets(t, first_row + 16 * m, first_col + 8 * n, -1.f);
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    const float tanh = t.v[0][0][i] * inverse_cap;
+                    const float tanh = t.v[0][0][i] * params.inverse_softcap_log2;
                     float& x = ds.v[m][n][i];
                     x = p.v[m][n][i] == 0.f ? 0.f : x * (1.f - tanh * tanh);
                 }
@@ -64,25 +87,6 @@ struct ScoreFunction {
     }
 
  private:
-    // c tanh(scale q k / c) = c (1 - 2 / (1 + 2^x)), accurate to a few units in the last place:
-    // near 0, where that cancels, by the series of tanh(x / kTwoLog2e).
-    template <class Scores>
-    FLASH_DEVICE void apply_softcap(Scores& s) const {
-        constexpr float kTwoLog2e = 2.f * kLog2e;
-        const float exponent = kTwoLog2e * (params.scale / params.softcap);
-        const float cap = params.softcap * kLog2e;
-        const float first = cap / kTwoLog2e;
-        const float third = first * (-1.f / 3.f / (kTwoLog2e * kTwoLog2e));
-        const float fifth = third * (-2.f / 5.f / (kTwoLog2e * kTwoLog2e));
-        s.for_each([&](float& score, int, int) {
-            const float x = exponent * score;
-            const float y = x * x;
-            const float near = x * (first + y * (third + y * fifth));
-            const float far = cap - cap * ptx::rcp(0.5f + 0.5f * ptx::ex2(x));
-            score = y < 0.004f * (kTwoLog2e * kTwoLog2e) ? near : far;
-        });
-    }
-
     // s += sign (ALiBi + bias)
     template <class Scores>
     FLASH_DEVICE void add_offsets(Scores& s, int first_row, int first_col, float sign) const {

@@ -47,6 +47,13 @@ FLASH_DEVICE float rcp(float x) {
     return y;
 }
 
+// tanh(x), with a relative error of 2^-11 at most.
+FLASH_DEVICE float tanh(float x) {
+    float y;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 // Ones in bits [begin, begin + width), clipped to 32 bits.
 FLASH_DEVICE uint32_t bit_range(uint32_t begin, uint32_t width) {
     uint32_t bits;

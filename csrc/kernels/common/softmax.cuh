@@ -39,22 +39,6 @@ FLASH_DEVICE float warp_sum(float x) {
 // A row without keys has no maximum; any finite number prevents -inf - max from becoming NaN.
 FLASH_DEVICE float finite_max(float max) { return max == -INFINITY ? 0.f : max; }
 
-// The scale of scores that include it.
-struct Unscaled {
-    FLASH_DEVICE constexpr operator float() const { return 1.f; }
-};
-
-// The factor from scores to exponents of 2. A kernel that changes scores multiplies them before it
-// masks them (the scale may be zero or negative), the others inside the exponent.
-template <OptionSet kOptions>
-FLASH_DEVICE auto exponent_scale(const AttentionParams& params) {
-    if constexpr (changes_scores(kOptions)) {
-        return Unscaled{};
-    } else {
-        return params.scale_log2;
-    }
-}
-
 // Rounded up: no P is above 1, so P of finite scores is finite. Only NaN and infinite scores make a
 // row NaN.
 template <class Scale>
