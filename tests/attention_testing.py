@@ -316,10 +316,19 @@ def unsupported_reason(variant: str, problem: Problem, device: str) -> str | Non
             return f"has no {name.removesuffix('_p')}"
         if value and value > about.most.get(variant, value):
             return f"has no {name} above {about.most[variant]}"
+    if variant == "fa3" and not fa3_drops(p):
+        return "with these options"
     unaligned = p.layout in UNALIGNED_LAYOUTS or p.head_dim % ROW_BYTES or p.dim_v % ROW_BYTES
     if p.dtype_k in QK_8_BITS and unaligned:  # fa3 copies rows of 16 bits
         return f"{ROW_BYTES}-byte boundaries"
     return None
+
+
+def fa3_drops(problem: Problem) -> bool:
+    """Whether fa3 has the problem's dropout, if there is any."""
+    p = problem
+    scores = p.softcap or p.alibi or (p.scale is not None and p.scale <= 0)
+    return not p.dropout_p or (max(p.head_dim, p.dim_v) <= 128 and not scores)
 
 
 def backward_of(variant: str, problem: Problem) -> str:
@@ -342,6 +351,8 @@ def runnable(variant: str, problem: Problem) -> Problem:
     if variant != "fa3":
         return problem
     others = {n: getattr(Problem, n) for n, about in ABOUT.items() if variant not in about.variants}
+    if not fa3_drops(problem):
+        others["dropout_p"] = 0.0
     return dataclasses.replace(problem, **others)
 
 

@@ -575,7 +575,14 @@ def test_the_fastest_variant_or_the_one_named(native: ModuleType) -> None:
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
-        (dict(dropout=True), "has no dropout"),
+        (
+            dict(dropout=True, head_dim=200),
+            "has no kernel for head dimensions 200 and 64 with these options",
+        ),
+        (
+            dict(dropout=True, softcap=9.0),
+            "has no kernel for head dimensions 64 and 64 with these options",
+        ),
         (dict(bias=True), "has no bias"),
         (dict(softcap=2049.0), "has no softcap above 2048"),
         (

@@ -124,8 +124,8 @@ class Options:
     )
     dropout_p: float = _option(
         0.0,
-        "probability of dropping an entry of P after the softmax",
-        variants=("fa1", "fa2"),
+        "probability of dropping an entry of P after the softmax; fa3: up to head dims of 128,"
+        " without softcap and ALiBi",
         wanted="in [0, 1)",
         allows=lambda p: 0 <= p < 1,
     )
