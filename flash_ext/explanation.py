@@ -53,6 +53,11 @@ class Explanation:
     layout: str | None = None
     """Why q, k and v look as if heads and sequence were swapped, or None if they do not."""
 
+    copied: str | None = None
+    """The inputs whose rows TMA cannot address, by name: they are copied to aligned memory first.
+    None if there are none. "auto" takes fa2 where a copy of many keys for few queries would cost
+    more."""
+
     def __str__(self) -> str:
         build = f" ({self.build})" if self.build else ""
         lines = [
@@ -66,6 +71,8 @@ class Explanation:
             lines += [f"slow kernels:   {slow}, which python -m flash_ext names"]
         if self.why_backward:
             lines[1] += f", because {self.why_backward}"
+        if self.copied:
+            lines[0] += f"; rows of {self.copied} are copied to aligned memory first"
         lines += [f"{name}: {reason or 'runs'}" for name, reason in self.reasons.items()]
         lines += [f"layout: {self.layout}"] if self.layout else []
         return "\n".join(lines)
@@ -73,7 +80,7 @@ class Explanation:
 
 def _check(
     q: Tensor, k: Tensor, v: Tensor, variant: str, options: dict[str, Any]
-) -> tuple[int, int, str] | str:
+) -> tuple[int, int, str, str] | str:
     """What `ops.check` returns, or why this variant does not run."""
     for name, x in {"q": q, "k": k, "v": v, **options}.items():
         if isinstance(x, Tensor) and not (ops.is_real(x) and x.device.type in ("cpu", "cuda")):
@@ -168,7 +175,7 @@ def explain(
 
     found = {name: _check(q, k, v, name, given) for name in (*VARIANTS, wanted)}
     chosen = found.pop("auto") if wanted == "auto" else found[wanted]
-    variant, backward, why = (-1, -1, "") if isinstance(chosen, str) else chosen
+    variant, backward, why, copied = (-1, -1, "", "") if isinstance(chosen, str) else chosen
     names = (*VARIANTS, None)  # the last of them, -1: none
     return Explanation(
         variant=names[variant],
@@ -179,4 +186,5 @@ def explain(
         binary=ops.cuda_missing or "loaded",
         build=ops.cuda_build(),
         layout=_swapped(q, k, v, any(not isinstance(x, str) for x in found.values()), given),
+        copied=copied or None,
     )

@@ -49,7 +49,6 @@ from flash_ext import CPU_VARIANTS, KERNEL_DIMS, VARIANTS
 from flash_ext.ops.options import (
     ABOUT,
     DESCALE_ROWS,
-    FA3_ROW_BYTES,
     FP8,
     FP8_VARIANTS,
     QK_8_BITS,
@@ -100,6 +99,7 @@ LAYOUTS = (
     "expanded_batch",  # one K/V sequence broadcast over the batch: batch stride 0
 )
 UNALIGNED_LAYOUTS = ("odd_row", "odd_offset")
+ROW_BYTES = 16  # TMA addresses rows that start and end on boundaries of so many bytes
 
 HANDFUL = 32
 """Of fewer numbers than this the largest error is a matter of luck, and the rule with it."""
@@ -316,11 +316,9 @@ def unsupported_reason(variant: str, problem: Problem, device: str) -> str | Non
             return f"has no {name.removesuffix('_p')}"
         if value and value > about.most.get(variant, value):
             return f"has no {name} above {about.most[variant]}"
-    multiple = FA3_ROW_BYTES // p.dtype_k.itemsize
-    if variant == "fa3" and (
-        p.layout in UNALIGNED_LAYOUTS or p.head_dim % multiple or p.dim_v % multiple
-    ):
-        return f"{FA3_ROW_BYTES}-byte boundaries"
+    unaligned = p.layout in UNALIGNED_LAYOUTS or p.head_dim % ROW_BYTES or p.dim_v % ROW_BYTES
+    if p.dtype_k in QK_8_BITS and unaligned:  # fa3 copies rows of 16 bits
+        return f"{ROW_BYTES}-byte boundaries"
     return None
 
 
@@ -335,7 +333,7 @@ def backward_of(variant: str, problem: Problem) -> str:
 
 
 def fastest(problem: Problem, device: str) -> str:
-    """What "auto" stands for."""
+    """What "auto" stands for, but for few queries to many unaligned keys."""
     return next(v for v in reversed(VARIANTS) if unsupported_reason(v, problem, device) is None)
 
 
@@ -343,15 +341,8 @@ def runnable(variant: str, problem: Problem) -> Problem:
     """The problem without what a variant leaves to others."""
     if variant != "fa3":
         return problem
-    multiple = FA3_ROW_BYTES // problem.dtype.itemsize
-    dims = {name: getattr(problem, name) for name in ("head_dim", "head_dim_v")}
     others = {n: getattr(Problem, n) for n, about in ABOUT.items() if variant not in about.variants}
-    return dataclasses.replace(
-        problem,
-        **{name: dim and -(-dim // multiple) * multiple for name, dim in dims.items()},
-        **others,
-        layout="bshd" if problem.layout in UNALIGNED_LAYOUTS else problem.layout,
-    )
+    return dataclasses.replace(problem, **others)
 
 
 @dataclasses.dataclass
@@ -408,7 +399,7 @@ def _view_in_poison(
     batch: int, seqlen: int, heads: int, dim: int, layout: str, device: str, dtype: torch.dtype
 ) -> torch.Tensor:
     """A (batch, seqlen, heads, dim) view of the given layout, every element around it NaN."""
-    multiple = max(8, FA3_ROW_BYTES // dtype.itemsize)
+    multiple = max(8, ROW_BYTES // dtype.itemsize)
     padded_dim = -(-dim // multiple) * multiple + multiple
     if layout == "bhsd":
         buffer = _poisoned((batch, heads, seqlen + 2, padded_dim), device, dtype)

@@ -26,7 +26,7 @@ LANES = range(32)
 
 @pytest.fixture(scope="session")
 def layouts() -> ModuleType:
-    flags = [*DEVICE_CODE, "-O0", "-Wno-invalid-offsetof", "-Wno-unused-variable"]
+    flags = [*DEVICE_CODE, "-Wno-invalid-offsetof", "-Wno-unused-variable"]
     sources = [NATIVE / "layouts.cpp", FAKE_CUDA / "device.cpp"]
     return python_module("flash_ext_layouts", sources, flags)
 

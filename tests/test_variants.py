@@ -130,16 +130,17 @@ def some(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 @fa3
 @pytest.mark.parametrize("which", "qkv")
 def test_one_row_expanded_over_the_sequence(which: str, variant: str) -> None:
-    """A row stride of 0: no tensor map has one, so fa3 leaves it to others."""
+    """A row stride of 0: no tensor map has one, so fa3 copies it."""
     inputs = {name: some(2, 90, 4, 64) for name in "qkv"}
     inputs[which] = inputs[which][:, :1].expand(2, 90, 4, 64)
-    with pytest.raises(ERRORS, match=f"needs rows of {which} "):
-        flash_ext.attention(**inputs, variant=variant)
-    assert flash_ext.explain(**inputs).variant == "fa2"
-    auto, fa2 = (flash_ext.attention(**inputs, variant=name) for name in ("auto", "fa2"))
-    assert_bitwise_equal(auto, fa2)
+    explanation = flash_ext.explain(**inputs)
+    assert explanation.variant == variant and explanation.copied == which
+    assert f"rows of {which} are copied to aligned memory first" in str(explanation)
+    expected = flash_ext.attention(**{n: x.contiguous() for n, x in inputs.items()})
+    for name in ("auto", variant):
+        assert_bitwise_equal(flash_ext.attention(**inputs, variant=name), expected)
     single = {name: x[:, :1] for name, x in inputs.items()}  # its stride is never used
-    assert flash_ext.explain(**single).variant == variant
+    assert flash_ext.explain(**single).copied is None
     assert_bitwise_equal(flash_ext.attention(**single, variant=variant), single["v"].contiguous())
 
 
@@ -174,7 +175,7 @@ def test_whose_kernels_compute_the_gradients(head_dim: int, causal: bool, varian
 @fa3
 @pytest.mark.parametrize("what", ("one row", "odd row", "odd address", "other strides"))
 def test_gradients_of_out_that_fa3_cannot_address(what: str, variant: str) -> None:
-    """fa2's kernels stand in without a warning; strides by themselves are no reason."""
+    """They are copied; strides by themselves are no reason."""
     inputs = {name: some(2, 90, 4, 64) for name in "qkv"}
     dout = {
         "one row": some(2, 1, 4, 64).expand(2, 90, 4, 64),
@@ -182,13 +183,10 @@ def test_gradients_of_out_that_fa3_cannot_address(what: str, variant: str) -> No
         "odd address": some(2 * 90 * 4 * 64 + 1)[1:].view(2, 90, 4, 64),
         "other strides": some(4, 90, 2, 72).transpose(0, 2)[..., :64],
     }[what]
-    mine, fa2, copied, fa2_copied = (
-        gradients(x, inputs, True, name)
-        for x in (dout, dout.clone(memory_format=torch.contiguous_format))
-        for name in (variant, "fa2")
-    )
-    assert not torch.equal(copied["dq"], fa2_copied["dq"])
-    assert_all_bitwise_equal(mine, copied if what == "other strides" else fa2)
+    contiguous = dout.clone(memory_format=torch.contiguous_format)
+    mine, copied = (gradients(x, inputs, True, variant) for x in (dout, contiguous))
+    assert not torch.equal(mine["dq"], gradients(dout, inputs, True, "fa2")["dq"])
+    assert_all_bitwise_equal(mine, copied)
 
 
 @pytest.mark.gpu
@@ -225,16 +223,48 @@ def test_rows_that_overlap(step: int, variant: str) -> None:
 @pytest.mark.gpu
 @fa3
 def test_addresses_on_odd_boundaries(variant: str) -> None:
-    """2 to 14 bytes off: refused; 16 bytes off: as anywhere."""
+    """2 to 14 bytes off: copied; 16 bytes off: as anywhere."""
     flat = some(2 * 90 * 2 * 64 + 16)
     k = v = some(2, 90, 2, 64)
     for offset in range(0, 17):
         q = flat[offset : offset + 2 * 90 * 2 * 64].view(2, 90, 2, 64)
-        runs = flash_ext.explain(q, k, v).variant == variant
-        assert runs == (offset % 8 == 0), offset
-        if runs:
-            expected = flash_ext.attention(q.clone(), k, v, variant=variant)
-            assert_bitwise_equal(flash_ext.attention(q, k, v, variant=variant), expected)
+        assert flash_ext.explain(q, k, v).copied == ("q" if offset % 8 else None), offset
+        expected = flash_ext.attention(q.clone(), k, v, variant=variant)
+        assert_bitwise_equal(flash_ext.attention(q, k, v, variant=variant), expected)
+
+
+@pytest.mark.gpu
+@fa3
+@pytest.mark.parametrize("head_dim", (20, 36, 59, 60, 100, 250))
+def test_results_of_odd_head_dims(head_dim: int, variant: str) -> None:
+    """Contiguous, and equal to the first columns of inputs that are padded with zeros."""
+    padding = (0, -head_dim % 8)
+    inputs = [some(2, 300, heads, head_dim).requires_grad_() for heads in (4, 2, 2)]
+    padded = [torch.nn.functional.pad(x.detach(), padding).requires_grad_() for x in inputs]
+    options = {"causal": True, "scale": 0.1, "deterministic": True, "variant": variant}
+    dout = some(2, 300, 4, head_dim)
+    out = flash_ext.attention(*inputs, **options)
+    expected = flash_ext.attention(*padded, **options)
+    grads = torch.autograd.grad(out, inputs, dout)
+    wanted = torch.autograd.grad(expected, padded, torch.nn.functional.pad(dout, padding))
+    for a, e in zip((out, *grads), (expected, *wanted), strict=True):
+        assert a.is_contiguous()
+        assert_bitwise_equal(a.detach(), e[..., :head_dim].detach().contiguous())
+
+
+@pytest.mark.gpu
+@fa3
+def test_few_queries_read_unaligned_keys_in_place(variant: str) -> None:
+    q, cache = some(4, 1, 8, 64), some(4, 4096, 2, 8 * 64 + 1)
+    k, v = (cache[:, :, i, :-1].unflatten(-1, (8, 64)) for i in range(2))
+    for window, runs in (((-1, -1), variant), ((200, 0), "fa2")):
+        explanation = flash_ext.explain(q, k, v, window=window)
+        assert explanation.variant == runs, window
+        assert explanation.copied == ("k, v" if runs == variant else None)
+        auto, named = (
+            flash_ext.attention(q, k, v, window=window, variant=name) for name in ("auto", runs)
+        )
+        assert_bitwise_equal(auto, named)
 
 
 @pytest.mark.gpu

@@ -115,8 +115,8 @@ void fill_params(AttentionParams& params, const Sizes& sizes, std::span<const Op
     if (options.dropout_p > 0) {
         params.rng_state = data_of<int64_t>(options.rng_state);
         params.keep_threshold = static_cast<uint32_t>(
-            std::max(1.0, std::nearbyint((1.0 - options.dropout_p) * 65536.0)));
-        const float keep_scale = 65536.f / static_cast<float>(params.keep_threshold);
+            std::clamp(std::nearbyint((1.0 - options.dropout_p) * 0x1p32), 0x1p16, 0x1p32 - 1));
+        const float keep_scale = 0x1p32f / static_cast<float>(params.keep_threshold);
         params.p_factor = std::min(keep_scale, max_p_factor);
         params.late_factor = keep_scale / params.p_factor;
     }
@@ -148,14 +148,14 @@ Tensor make_readable(Bias& bias, const Options& options) {
     return copy;
 }
 
-// `operands`: q, k, v.
-Variant forward_variant(const AttentionParams& params, std::span<const Operand> operands,
-                        const Tensor& q, const Options& options) {
+// `operands`: q, k, v. Throws if no variant runs the call.
+Choice choose_forward(const AttentionParams& params, std::span<const Operand> operands,
+                      const Tensor& q, const Options& options) {
     const std::optional<Variant> wanted = variant_of(options);
     const Choice choice = choose({device_of(q), params, operands}, Pass::kForward,
                                  wanted.value_or(kFastestVariant), /*may_stand_in=*/!wanted);
     if (!choice.variant) fail(choice.why);
-    return *choice.variant;
+    return choice;
 }
 
 // Plans the rest and launches. Scratch memory is given back to torch's allocator on return: the
@@ -202,7 +202,7 @@ std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, c
     ForwardParams& params = plan.params;
     // P is up to 2^8, kRescaleThreshold.
     fill_params(params, sizes, operands, q, k.scalar_type(), options, 0x1p7f);
-    plan.variant = forward_variant(params, operands, q, options);
+    plan.variant = *choose_forward(params, operands, q, options).variant;
     const Tensor bias = make_readable(params.bias, options);
     debug_lengths(q, k, v, options);
 
@@ -229,7 +229,7 @@ AllGradients attention_backward(const BackwardTensors& x, const Options& options
     BackwardParams& params = plan.params;
     const auto qkv = std::span(operands).first(3);
     fill_params(params, *sizes, qkv, q, q.scalar_type(), options, 0x1p15f);  // P is up to 1
-    const Variant forward = forward_variant(params, qkv, q, options);
+    const Variant forward = *choose_forward(params, qkv, q, options).variant;
     params.aligned = std::ranges::all_of(operands, &Operand::is_aligned);
     const Choice choice = choose({device_of(q), params, operands}, Pass::kBackward, forward, true);
     if (!choice.variant) fail(choice.why);
@@ -265,17 +265,20 @@ AllGradients attention_backward(const BackwardTensors& x, const Options& options
     return {dq, dk, dv, dbias, dsink};
 }
 
-std::tuple<int64_t, int64_t, std::string> attention_check(const Tensor& q, const Tensor& k,
-                                                          const Tensor& v, const Options& options) {
+std::tuple<int64_t, int64_t, std::string, std::string> attention_check(const Tensor& q,
+                                                                       const Tensor& k,
+                                                                       const Tensor& v,
+                                                                       const Options& options) {
     const Sizes sizes = check_forward(q, k, v, options);
     const Operand operands[] = {operand("q", q), operand("k", k), operand("v", v)};
     AttentionParams params{};
     fill_params(params, sizes, operands, q, k.scalar_type(), options, 1.f);
-    const Variant variant = forward_variant(params, operands, q, options);
+    const Choice forward = choose_forward(params, operands, q, options);
     const Choice backward =
-        choose({device_of(q), params, operands}, Pass::kBackward, variant, true);
-    return {static_cast<int64_t>(variant),
-            backward.variant ? static_cast<int64_t>(*backward.variant) : -1, backward.why};
+        choose({device_of(q), params, operands}, Pass::kBackward, *forward.variant, true);
+    return {static_cast<int64_t>(*forward.variant),
+            backward.variant ? static_cast<int64_t>(*backward.variant) : -1, backward.why,
+            forward.copied};
 }
 
 namespace {

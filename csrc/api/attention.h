@@ -121,7 +121,9 @@ AllGradients attention_backward(const BackwardTensors& x, const Options& options
 // Two indices in kVariantNames: of the variant that attention_forward would run (or its error), and
 // of the variant whose kernels would compute the gradients, with the reason where they differ. The
 // second is -1 where no kernel could.
-std::tuple<int64_t, int64_t, std::string> attention_check(const Tensor& q, const Tensor& k,
-                                                          const Tensor& v, const Options& options);
+std::tuple<int64_t, int64_t, std::string, std::string> attention_check(const Tensor& q,
+                                                                       const Tensor& k,
+                                                                       const Tensor& v,
+                                                                       const Options& options);
 
 }  // namespace flash_ext

@@ -1,6 +1,7 @@
 #include "kernels/common/backward_preprocess.cuh"
 #include "kernels/common/bias_gradient.cuh"
 #include "kernels/common/combine.cuh"
+#include "kernels/common/copy_rows.cuh"
 #include "kernels/common/sanitize_cu_seqlens.cuh"
 #include "kernels/common/sink_gradient.cuh"
 #include "kernels/common/sum_parts.cuh"

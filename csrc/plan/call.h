@@ -10,6 +10,7 @@
 #include <string_view>
 
 #include "problem/params.h"
+#include "tile/host_device.h"
 #include "tile/tensor_view.h"
 
 namespace flash_ext {
@@ -58,13 +59,32 @@ struct Operand {
         for (int dim = 0; dim < 3; ++dim) aligned = aligned && strides[dim] % elements == 0;
         return aligned;
     }
-    // Can TMA address all rows? See tile/tensor_map.cuh.
+    // Can TMA address all rows? It needs alignment, rows that are not one row repeated, and less
+    // than 32 GiB from the first to the last: see tile/tensor_map.cuh.
     bool is_reached_by_tma() const {
         int64_t end = 0;  // in elements, of the memory that the tensor's rows span
         for (int dim = 0; dim < 4; ++dim) end += sizes[dim] * strides[dim];
         const bool rows_differ = sizes[1] == 1 || strides[1] > 0;
-        return rows_differ && element_bytes * end < int64_t{1} << 35;
+        return is_aligned() && rows_differ && element_bytes * end < int64_t{1} << 35;
     }
+    // In memory of its own, with rows of a multiple of 16 bytes, one after another. What strides of
+    // 0 repeat is there once, but for rows.
+    Operand aligned_copy() const {
+        Operand copy = *this;
+        copy.data = nullptr;
+        const int64_t elements = 16 / element_bytes;
+        copy.sizes[3] = ceil_div(sizes[3], elements) * elements;
+        int64_t stride = copy.sizes[3];
+        for (const int dim : {2, 1, 0}) {
+            const bool once = dim != 1 && strides[dim] == 0;
+            if (once) copy.sizes[dim] = min_of<int64_t>(sizes[dim], 1);
+            copy.strides[dim] = once ? 0 : stride;
+            stride *= max_of<int64_t>(copy.sizes[dim], 1);
+        }
+        return copy;
+    }
+    // Of a contiguous tensor.
+    int64_t bytes() const { return element_bytes * sizes[0] * sizes[1] * sizes[2] * sizes[3]; }
     TensorView view() const { return {data, strides[0], strides[1], strides[2]}; }
 };
 

@@ -312,6 +312,23 @@ inline int decode_splits(const AttentionParams& params, const MaskSummary& mask,
     return best;
 }
 
+// --- Rows that TMA cannot address ---
+
+// Is a forward of FA3 with copies of such rows faster than FA2's, which loads rows from any
+// address? FA2 takes longer by what memory needs to move three rows of K and V for each key and
+// tile of queries (an estimate from a forward of 4,096 tokens at d 64 on an H100). So short calls
+// with long keys, as in decoding, may not pay. Of seqused_k half the keys are taken to be in use.
+inline bool copies_pay(const Call& call) {
+    const AttentionParams& params = call.params;
+    int64_t moved = 0;
+    for (const Operand& x : call.operands)
+        if (!x.is_reached_by_tma()) moved += 2 * x.aligned_copy().bytes();
+    const int keys = summary_of(params).keys_seen / (params.seqused_k == nullptr ? 1 : 2);
+    return moved <= int64_t{3} * keys *
+                        tile_count(params, {params.heads_q, tuning::kForwardBlockQ}) *
+                        row_pair_bytes(params, head_dims(params));
+}
+
 // --- FA3's backward ---
 
 // A CTA has a KV tile and goes over all queries of its head, in all query heads of the group.

@@ -25,24 +25,30 @@ std::string fa3_unsupported_reason(const Call& call, Pass pass) {
 #ifndef FLASH_EXT_SM90A
     return "was not built: add 90a to FLASH_EXT_CUDA_ARCHS";
 #endif
-    const AttentionParams& params = call.params;
+    AttentionParams params = call.params;
+    params.aligned = true;  // in the copies of rows
+    const bool fp8 = has_8_bit_keys(params);
     const bool backward = pass == Pass::kBackward;
-    if (has_8_bit_keys(params) && backward) return "has no backward for 8-bit inputs";
+    if (fp8 && backward) return "has no backward for 8-bit inputs";
     for (const Operand& x : call.operands) {
         // A tensor map needs memory.
         if (backward && std::ranges::count(x.sizes, 0) > 0)
             return text("has no backward for an empty ", x.name);
-        if (!x.is_aligned())
+        if (x.is_reached_by_tma()) continue;
+        if (fp8 && !x.is_aligned())
             return text("needs rows of ", x.name, " that start and end on 16-byte boundaries");
-        if (!x.is_reached_by_tma())
+        if (fp8)
             return text("needs rows of ", x.name,
                         " that are not one row repeated, within 32 GiB of memory");
+        if (!x.aligned_copy().is_reached_by_tma())
+            return text("needs less than 32 GiB for a copy of ", x.name, " in aligned memory");
     }
+    const Call copied{call.gpu, params, call.operands};
     const std::string reason =
-        backward             ? table_reason(call, tuning::kFa3Backward, tuning::kFa3BackwardWide)
-        : has_8_bits(params) ? table_reason(call, tuning::kFa3ForwardFp8)
-        : has_8_bit_keys(params) ? table_reason(call, tuning::kFa3Decode8Bits)
-                                 : table_reason(call, tuning::kFa3Forward);
+        backward             ? table_reason(copied, tuning::kFa3Backward, tuning::kFa3BackwardWide)
+        : has_8_bits(params) ? table_reason(copied, tuning::kFa3ForwardFp8)
+        : fp8                ? table_reason(copied, tuning::kFa3Decode8Bits)
+                             : table_reason(copied, tuning::kFa3Forward);
     if (!reason.empty()) return reason;
     if (params.softcap > kMaxFa3Softcap) return "has no softcap above 2048";
     // The limit of epoch_counter.cuh, with the smallest tiles.
@@ -108,8 +114,9 @@ void plan_fa3_forward(ForwardPlan& plan) {
     ForwardParams& params = plan.params;
     ForwardKernel& kernel = plan.kernel;
     const GpuModel& gpu = kernel.gpu;
-    // ALiBi differs between heads, and TMA needs a positive stride between them.
-    const bool may_pack_gqa = params.alibi_slopes == nullptr && params.q.head_stride > 0;
+    // ALiBi and dropout differ between heads, and TMA needs a positive stride between them.
+    const bool may_pack_gqa = params.alibi_slopes == nullptr && params.rng_state == nullptr &&
+                              params.q.head_stride > 0;
     if (plan_fa3_decode(plan, may_pack_gqa)) return;
 
     // Splits and packed GQA, by the smallest Q tiles.
@@ -267,6 +274,7 @@ cudaError_t run_fa3_backward(const BackwardPlan& plan, cudaStream_t stream) {
 }  // namespace
 
 constexpr VariantRow kFa3Row{fa3_unsupported_reason, Variant::kFa2,   plan_fa3_forward,
-                             plan_fa3_backward,      run_fa3_forward, run_fa3_backward};
+                             plan_fa3_backward,      run_fa3_forward, run_fa3_backward,
+                             /*copies_rows=*/true};
 
 }  // namespace flash_ext

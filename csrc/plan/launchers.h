@@ -57,6 +57,18 @@ struct BackwardKernel {
     WideTileOrders wide, last_wide;
 };
 
+// Tensors of 16 bits whose rows TMA cannot address, and their copies in the workspace, which have
+// rows of a multiple of 16 bytes, one after another. Columns from `cols` on are zeros.
+struct RowCopy {
+    TensorView given;        // (B, S, H, cols)
+    const TensorView* copy;  // of the plan; has its memory when the workspace has
+    int batch, rows, heads, cols;
+};
+struct RowCopies {
+    RowCopy all[5];
+    int count = 0;
+};
+
 using ForwardLauncher = cudaError_t(const ForwardParams& params, const ForwardKernel& kernel,
                                     cudaStream_t stream);
 using BackwardLauncher = cudaError_t(const BackwardParams& params, const BackwardKernel& kernel,
@@ -92,6 +104,9 @@ template <int kHeadDim, int kHeadDimV>
 BackwardLauncher fa3_backward;
 template <int kHeadDim, int kHeadDimV>
 BackwardLauncher fa3_backward_wide;
+
+// Before a pass from the given tensors to the copies, or after it back.
+cudaError_t copy_rows(const RowCopies& copies, bool back, cudaStream_t stream);
 
 // Before a forward in FP8 whose kernel does not transpose V itself.
 cudaError_t transpose_v(const ForwardParams& params, uint8_t* v_transposed, cudaStream_t stream);

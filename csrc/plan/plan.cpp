@@ -34,6 +34,56 @@ void pack_gqa_view(ForwardParams& params) {
     lift_mask(params);
 }
 
+// In place of rows that TMA cannot address the kernels have a copy in the workspace. Results they
+// only store, at any aligned address.
+template <class Plan>
+void copy_if_needed(Plan& plan, RowCopies& copies, TensorView& view, Rows rows, int cols) {
+    const AttentionParams& params = plan.params;
+    const bool of_queries = rows == Rows::kQueries;
+    const Operand given{
+        .name = "",
+        .data = view.data,
+        .sizes = {tensor_batches(params), of_queries ? params.seqlen_q : params.seqlen_k,
+                  of_queries ? params.heads_q : params.heads_k, cols},
+        .strides = {view.batch_stride, view.row_stride, view.head_stride, 1},
+        .element_bytes = element_bytes(params.element_type)};
+    const bool loaded = &copies == &plan.inputs;
+    if (loaded ? given.is_reached_by_tma() : given.is_aligned()) return;
+    const Operand copy = given.aligned_copy();
+    copies.all[copies.count++] = {view,
+                                  &view,
+                                  static_cast<int>(copy.sizes[0]),
+                                  static_cast<int>(copy.sizes[1]),
+                                  static_cast<int>(copy.sizes[2]),
+                                  cols};
+    view = copy.view();
+    plan.workspace.reserve(view.data, copy.bytes());
+}
+
+// Then all rows are aligned: columns that copies have beyond the given ones are zeros.
+template <class Plan>
+void copy_inputs(Plan& plan) {
+    auto& params = plan.params;
+    const HeadDims cols = head_dims(params);
+    copy_if_needed(plan, plan.inputs, params.q, Rows::kQueries, cols.qk);
+    copy_if_needed(plan, plan.inputs, params.k, Rows::kKeys, cols.qk);
+    copy_if_needed(plan, plan.inputs, params.v, Rows::kKeys, cols.v);
+    if constexpr (requires { params.dout; }) {
+        copy_if_needed(plan, plan.inputs, params.out, Rows::kQueries, cols.v);
+        copy_if_needed(plan, plan.inputs, params.dout, Rows::kQueries, cols.v);
+    }
+    params.head_dim = ceil_div(cols.qk, 8) * 8;
+    params.head_dim_v = ceil_div(cols.v, 8) * 8;
+    params.aligned = true;
+}
+
+std::string copied_inputs(const Call& call) {
+    std::string names;
+    for (const Operand& x : call.operands)
+        if (!x.is_reached_by_tma()) names += text(names.empty() ? "" : ", ", x.name);
+    return names;
+}
+
 }  // namespace
 
 const GpuModel* find_device(int index) {
@@ -63,8 +113,12 @@ Choice choose(const Call& call, Pass pass, Variant variant, bool may_stand_in) {
     std::string why;
     while (true) {
         const VariantRow& row = row_for(variant);
-        const std::string reason = row.unsupported_reason(call, pass);
-        if (reason.empty()) return {variant, why};
+        std::string reason = row.unsupported_reason(call, pass);
+        const std::string copied = row.copies_rows ? copied_inputs(call) : "";
+        if (reason.empty() && may_stand_in && pass == Pass::kForward && !copied.empty() &&
+            !copies_pay(call))
+            reason = text("would copy rows of ", copied, " for few queries");
+        if (reason.empty()) return {variant, why, copied};
         why = text("variant '", name_of(variant), "' ", reason);
         if (!may_stand_in || !row.stand_in) return {std::nullopt, why};
         if (has_8_bit_keys(call.params))
@@ -74,14 +128,21 @@ Choice choose(const Call& call, Pass pass, Variant variant, bool may_stand_in) {
 }
 
 void make_plan(ForwardPlan& plan, const GpuModel& gpu) {
-    pack_gqa_view(plan.params);
-    plan.mask = summary_of(plan.params);
+    ForwardParams& params = plan.params;
+    const VariantRow& row = row_for(plan.variant);
+    const HeadDims cols = head_dims(params);
+    pack_gqa_view(params);
+    plan.mask = summary_of(params);
     plan.kernel.gpu = gpu;
-    row_for(plan.variant).plan_forward(plan);
+    if (row.copies_rows) copy_inputs(plan);
+    row.plan_forward(plan);
+    if (row.copies_rows) copy_if_needed(plan, plan.results, params.out, Rows::kQueries, cols.v);
 }
 
 void make_plan(BackwardPlan& plan, const GpuModel& gpu) {
     BackwardParams& params = plan.params;
+    const VariantRow& row = row_for(plan.variant);
+    const HeadDims cols = head_dims(params);
     plan.mask = summary_of(params);
     plan.kernel.gpu = gpu;
     if (params.deterministic && params.cu_seqlens_q != nullptr) {
@@ -90,26 +151,34 @@ void make_plan(BackwardPlan& plan, const GpuModel& gpu) {
         plan.workspace.reserve(params.cu_seqlens_q, params.batch + 1);
         plan.workspace.reserve(params.cu_seqlens_k, params.batch + 1);
     }
-    row_for(plan.variant).plan_backward(plan);
+    if (row.copies_rows) copy_inputs(plan);
+    row.plan_backward(plan);
+    if (!row.copies_rows) return;
+    const bool parts = params.parts > 1;
+    copy_if_needed(plan, plan.results, params.dq, Rows::kQueries, cols.qk);
+    copy_if_needed(plan, plan.results, parts ? plan.dk : params.dk, Rows::kKeys, cols.qk);
+    copy_if_needed(plan, plan.results, parts ? plan.dv : params.dv, Rows::kKeys, cols.v);
 }
 
 cudaError_t launch(const ForwardPlan& plan, cudaStream_t stream) {
-    const cudaError_t status = row_for(plan.variant).forward(plan, stream);
-    if (status != cudaSuccess || !plan.kernel.has_splits) return status;
+    cudaError_t status = copy_rows(plan.inputs, /*back=*/false, stream);
+    if (status == cudaSuccess) status = row_for(plan.variant).forward(plan, stream);
     // Every GPU that runs FA3 has programmatic dependent launch.
-    return combine_splits(plan.params, plan.kernel.head_dims, stream,
-                          /*pdl=*/plan.variant == Variant::kFa3);
+    if (status == cudaSuccess && plan.kernel.has_splits)
+        status = combine_splits(plan.params, plan.kernel.head_dims, stream,
+                                /*pdl=*/plan.variant == Variant::kFa3);
+    return status == cudaSuccess ? copy_rows(plan.results, /*back=*/true, stream) : status;
 }
 
 cudaError_t launch(const BackwardPlan& plan, cudaStream_t stream) {
     const BackwardParams& params = plan.params;
-    cudaError_t status = cudaSuccess;
-    if (plan.cu_seqlens_q != nullptr)
+    cudaError_t status = copy_rows(plan.inputs, /*back=*/false, stream);
+    if (status == cudaSuccess && plan.cu_seqlens_q != nullptr)
         status = sanitize_cu_seqlens(params, plan.cu_seqlens_q, plan.cu_seqlens_k, stream);
     if (status == cudaSuccess) status = row_for(plan.variant).backward(plan, stream);
     if (status == cudaSuccess && params.dbias != nullptr) status = bias_gradient(params, stream);
     if (status == cudaSuccess && params.dsink != nullptr) status = sink_gradient(params, stream);
-    return status;
+    return status == cudaSuccess ? copy_rows(plan.results, /*back=*/true, stream) : status;
 }
 
 }  // namespace flash_ext

@@ -25,6 +25,7 @@ enum class Pass { kForward, kBackward };
 struct Choice {
     std::optional<Variant> variant;  // none: no kernel can
     std::string why;                 // not the one that was asked for
+    std::string copied;              // the inputs whose rows are copied first, by name
 };
 
 // This variant, or, if others may stand in for it, the first that can. For the backward that is the
@@ -68,7 +69,7 @@ class Workspace {
     }
 
  private:
-    static constexpr int kMaxRegions = 16;
+    static constexpr int kMaxRegions = 24;
 
     void add(void* pointer, int64_t bytes) {
         assert(count_ < kMaxRegions);
@@ -90,6 +91,7 @@ struct ForwardPlan {
     MaskSummary mask;
     ForwardKernel kernel;
     Workspace workspace;
+    RowCopies inputs, results;  // in the place of rows that TMA cannot address
 };
 
 struct BackwardPlan {
@@ -98,6 +100,7 @@ struct BackwardPlan {
     MaskSummary mask;
     BackwardKernel kernel;
     Workspace workspace;
+    RowCopies inputs, results;
     // The call's dK and dV, if the kernels write the parts' gradients.
     TensorView dk, dv;
     // The call's, if varlen is computed deterministically: the kernels read others, see

@@ -24,6 +24,9 @@ struct VariantRow {
     void (*plan_backward)(BackwardPlan& plan);
     cudaError_t (*forward)(const ForwardPlan& plan, cudaStream_t stream);
     cudaError_t (*backward)(const BackwardPlan& plan, cudaStream_t stream);
+    // Do they load rows by TMA? Rows that it cannot address are then copied before the pass, and
+    // after it copied back.
+    bool copies_rows = false;
 };
 
 extern const VariantRow kFa1Row, kFa2Row, kFa3Row;

@@ -49,11 +49,12 @@ constexpr Row row_of(const Row (&table)[kRows], HeadDims dims) {
 inline constexpr OptionSet kDense = OptionSet::kNone;
 inline constexpr OptionSet kVarlen = OptionSet::kVarlen;
 inline constexpr OptionSet kVarlenSplits = OptionSet::kVarlen | OptionSet::kSplits;
-// FA3 has neither bias nor dropout, and TMA needs aligned rows.
+// FA3 has no bias, and TMA needs aligned rows.
 inline constexpr OptionSet kFa3Softcap = kVarlenSplits | OptionSet::kSoftcap;
 inline constexpr OptionSet kFa3Alibi = kVarlenSplits | OptionSet::kAlibi;
+inline constexpr OptionSet kFa3Dropout = kVarlenSplits | OptionSet::kDropout;
 inline constexpr OptionSet kFa3Scores =
-    kVarlenSplits | OptionSet::kSmallScale | OptionSet::kSoftcap | OptionSet::kAlibi;
+    kVarlenSplits | OptionSet::kRareScale | OptionSet::kSoftcap | OptionSet::kAlibi;
 inline constexpr OptionSet kAllOptions =
     kFa3Scores | OptionSet::kBias | OptionSet::kDropout | OptionSet::kUnaligned;
 
@@ -165,12 +166,14 @@ struct Fa3Costs {
     Fa3Cost differ{};
 };
 
-// Kernels that change scores take twice as long to compile. Models with softcap or ALiBi have head
-// dims 64, 128 and 256: at others such calls are padded further. The last set is for rare calls:
-// both options, or a scale that is tiny, zero or negative.
+// Kernels with options take twice as long to compile. Models with softcap or ALiBi have head dims
+// 64, 128 and 256, with dropout 64 and 128: at others such calls are padded further. The last set
+// is for rare calls: both softcap and ALiBi, or a rare scale.
 inline constexpr OptionSets kFa3ForwardOptions{2, {kVarlen, kVarlenSplits}};
 inline constexpr OptionSets kFa3ForwardAllOptions{
-    5, {kVarlen, kVarlenSplits, kFa3Softcap, kFa3Alibi, kFa3Scores}};
+    6, {kVarlen, kVarlenSplits, kFa3Softcap, kFa3Alibi, kFa3Dropout, kFa3Scores}};
+inline constexpr OptionSets kFa3ForwardWideOptions{
+    4, {kVarlen, kVarlenSplits, kFa3Softcap, kFa3Scores}};
 
 struct Fa3ForwardRow {
     HeadDims head_dims;
@@ -211,15 +214,15 @@ inline constexpr Fa3ForwardRow kFa3Forward[] = {
     {.head_dims = {192, 128}, .usual = {.block_kv = 96, .k_stages = 2, .v_stages = 2}},
     {.head_dims = {192, 192}, .usual = {.block_kv = 64, .k_stages = 2, .v_stages = 2}},
     {.head_dims = {256, 256},
-     .options = kFa3ForwardAllOptions,
+     .options = kFa3ForwardWideOptions,
      .usual = {.block_kv = 64, .q_stages = 1, .k_stages = 3, .v_stages = 2}},
 };
 
 constexpr Fa3ForwardShape fa3_forward_shape(HeadDims dims, OptionSet options, Fa3ForwardTile tile) {
     Fa3ForwardRow row = row_of(kFa3Forward, dims);
     // A tile of few rows leaves a consumer without any, which skips what the other one computes. A
-    // kernel that changes scores is the same with and without splits.
-    if (contains(options, OptionSet::kSplits) && !changes_scores(options))
+    // kernel with options is the same with and without splits.
+    if (contains(options, OptionSet::kSplits) && !visits_elements(options))
         row.small_q.ping_pong = false;
     return tile == Fa3ForwardTile::kSmallQ     ? row.small_q
            : tile == Fa3ForwardTile::kLongKeys ? row.long_keys
@@ -453,7 +456,7 @@ struct Fa3BackwardShape {
     // kernel for softcap and ALiBi at d 128 it costs 1 to 4 % (with softcap).
     constexpr bool ping_pong() const { return overlap <= kByMatmulEarly; }
     // lse and delta are added to S and dP by a matmul (StatisticsRow), if that is faster than to
-    // load them into registers and to subtract them. Not with kFa3Scores.
+    // load them into registers and to subtract them. Not with options.
     constexpr bool by_matmul() const { return overlap == kByMatmul || overlap == kByMatmulEarly; }
     // All exponentials run beside dP, which ptxas does not do by itself.
     constexpr bool early_exponentials() const {
@@ -465,8 +468,11 @@ struct Fa3BackwardShape {
 };
 
 inline constexpr OptionSets kFa3BackwardOptions{1, {kVarlen}};
-inline constexpr OptionSets kFa3BackwardAllOptions{4,
-                                                   {kVarlen, kFa3Softcap, kFa3Alibi, kFa3Scores}};
+inline constexpr OptionSets kFa3BackwardAllOptions{
+    5, {kVarlen, kFa3Softcap, kFa3Alibi, kFa3Dropout, kFa3Scores}};
+// At 64 there are no registers for dropout: it is padded to 128. Nor is ALiBi common at 256.
+inline constexpr OptionSets kFa3BackwardScores{4, {kVarlen, kFa3Softcap, kFa3Alibi, kFa3Scores}};
+inline constexpr OptionSets kFa3BackwardWideOptions{3, {kVarlen, kFa3Softcap, kFa3Scores}};
 
 // For heads whose dQ is summed in HBM. Tiles of 80 queries pay when Q, dO and dQ of a head no
 // longer stay in L2; up to 32,768 queries both are level.
@@ -487,7 +493,7 @@ inline constexpr Fa3BackwardRow kFa3Backward[] = {
                .transpose_dq = false,
                .dq_registers = Fa3DQRegisters::kOwn}},
     {.head_dims = {64, 64},
-     .options = kFa3BackwardAllOptions,
+     .options = kFa3BackwardScores,
      .usual = {.block_q = 128,
                .q_stages = 3,
                .overlap = kByMatmul,
@@ -507,7 +513,7 @@ inline constexpr int kManyQueries = 16384;
 
 constexpr Fa3BackwardShape fa3_backward_shape(HeadDims dims, OptionSet options, bool many_queries) {
     Fa3BackwardRow row = row_of(kFa3Backward, dims);
-    if (!changes_scores(options)) return many_queries ? row.many_queries : row.usual;
+    if (!visits_elements(options)) return many_queries ? row.many_queries : row.usual;
     row.usual.overlap = row.with_options;
     return row.usual;
 }
@@ -526,7 +532,7 @@ inline constexpr Fa3BackwardWideRow kFa3BackwardWide[] = {
     {.head_dims = {192, 128}, .pool_pairs = 3, .k_stages = 3, .v_stages = 2, .dq_gemm_stages = 5},
     {.head_dims = {192, 192}, .pool_pairs = 3, .k_stages = 3, .v_stages = 2, .dq_gemm_stages = 5},
     {.head_dims = {256, 256},
-     .options = kFa3BackwardAllOptions,
+     .options = kFa3BackwardWideOptions,
      .pool_pairs = 2,
      .k_stages = 2,
      .v_stages = 1,

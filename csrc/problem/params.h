@@ -66,8 +66,8 @@ struct AttentionParams {
 
     // Scores.
     float scale;
-    float scale_log2;                     // scale * log2(e)
-    float softcap = 0.f;                  // 0: none
+    float scale_log2;     // scale * log2(e)
+    float softcap = 0.f;  // 0: none
     // Of a softcap: scale / softcap, softcap * log2(e), and the inverse of this.
     float tanh_scale;
     float softcap_log2;
@@ -84,9 +84,9 @@ struct AttentionParams {
     ElementType out_type;  // of out; that of q unless q has 8 bits
     ElementType key_type;  // of k; that of q unless k and v have 8 bits, and q 16
 
-    // Dropout, see dropout.cuh. A keep_threshold of 65536 drops nothing.
-    const int64_t* rng_state = nullptr;  // (2): seed, offset
-    uint32_t keep_threshold = 1u << 16;
+    // Dropout, see dropout.cuh.
+    const int64_t* rng_state = nullptr;  // (2): seed, offset; null: none
+    uint32_t keep_threshold;
     // The factor of entries that are kept, 1 / (1 - p), is the product of these. P has the first
     // one when it is rounded: without it, small P would lose digits in fp16, with all of it the
     // largest could overflow.
@@ -122,21 +122,24 @@ FLASH_HOST_DEVICE bool has_8_bit_keys(const AttentionParams& params) {
 // The least scale of kernels that multiply scores by it after masking, or divide lse by it.
 inline constexpr float kMinScale = 1e-30f;
 
-// 8-bit kernels take any scale.
-inline bool has_small_scale(const AttentionParams& params) {
+// The largest softcap whose tanh one instruction computes well enough.
+inline constexpr float kMaxTanhSoftcap = 64.f;
+
+// A scale or a softcap that is tiny, a scale that is not positive, or a large softcap. 8-bit
+// kernels take any scale.
+inline bool has_rare_scale(const AttentionParams& params) {
     const float cap = params.softcap != 0.f ? params.softcap : 1.f;
-    return min_of(params.scale, cap) < kMinScale && !has_8_bits(params);
+    return (min_of(params.scale, cap) < kMinScale || cap > kMaxTanhSoftcap) && !has_8_bits(params);
 }
 
 // The options that the call asks for.
 inline OptionSet options_of(const AttentionParams& params) {
     using enum OptionSet;
-    return only_if(is_varlen(params), kVarlen) | only_if(has_small_scale(params), kSmallScale) |
+    return only_if(is_varlen(params), kVarlen) | only_if(has_rare_scale(params), kRareScale) |
            only_if(params.softcap != 0.f, kSoftcap) |
            only_if(params.alibi_slopes != nullptr, kAlibi) |
            only_if(params.bias.data != nullptr, kBias) |
-           only_if(params.keep_threshold < (1u << 16), kDropout) |
-           only_if(!params.aligned, kUnaligned);
+           only_if(params.rng_state != nullptr, kDropout) | only_if(!params.aligned, kUnaligned);
 }
 
 // The factor from scores of 16-bit inputs to exponents of 2. Kernels that change scores scale them

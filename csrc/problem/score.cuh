@@ -45,14 +45,12 @@ struct ScoreFunction {
 
     template <class Scores>
     FLASH_DEVICE void apply(Scores& s, int first_row, int first_col) const {
-        // c tanh(s / c) by one instruction. Its relative error is at most 2^-11, as the rounding of
-        // a score to fp16 (docs/notes/031-options.md).
-        const bool softcap = contains(kOptions, OptionSet::kSoftcap) && params.softcap != 0.f;
-        const auto tanh = [&](float x) { return ptx::tanh(params.tanh_scale * x); };
         if constexpr (only_softcap(kOptions)) {
-            s.map(tanh);
-        } else if (softcap) {
-            s.map([&](float x) { return params.softcap_log2 * tanh(x); });
+            // By one instruction. Its relative error is at most 2^-11, and so the absolute one of a
+            // score kMaxTanhSoftcap / 2^11 (docs/notes/031-options.md).
+            s.map([&](float x) { return ptx::tanh(params.tanh_scale * x); });
+        } else if (contains(kOptions, OptionSet::kSoftcap) && params.softcap != 0.f) {
+            apply_softcap(s);
         } else {
             s.scale(params.scale_log2);
         }
@@ -87,6 +85,25 @@ struct ScoreFunction {
     }
 
  private:
+    // c tanh(scale q k / c) = c (1 - 2 / (1 + 2^x)), accurate to a few units in the last place:
+    // near 0, where that cancels, by the series of tanh(x / kTwoLog2e).
+    template <class Scores>
+    FLASH_DEVICE void apply_softcap(Scores& s) const {
+        constexpr float kTwoLog2e = 2.f * kLog2e;
+        const float exponent = kTwoLog2e * params.tanh_scale;
+        const float cap = params.softcap_log2;
+        const float first = cap / kTwoLog2e;
+        const float third = first * (-1.f / 3.f / (kTwoLog2e * kTwoLog2e));
+        const float fifth = third * (-2.f / 5.f / (kTwoLog2e * kTwoLog2e));
+        s.for_each([&](float& score, int, int) {
+            const float x = exponent * score;
+            const float y = x * x;
+            const float near = x * (first + y * (third + y * fifth));
+            const float far = cap - cap * ptx::rcp(0.5f + 0.5f * ptx::ex2(x));
+            score = y < 0.004f * (kTwoLog2e * kTwoLog2e) ? near : far;
+        });
+    }
+
     // s += sign (ALiBi + bias)
     template <class Scores>
     FLASH_DEVICE void add_offsets(Scores& s, int first_row, int first_col, float sign) const {
@@ -296,47 +313,55 @@ FLASH_DEVICE DropoutMask dropout_mask(const AttentionParams& params, const Seque
 }
 
 // visit(m, n, i, keep) for every element of a tile whose rows are queries and columns keys.
-// first_query and first_key are multiples of 16.
+// first_query is a multiple of 16, first_key of 32, or of 16 if the tile has 16 columns.
 template <class Scores, class Visit>
 FLASH_DEVICE void for_each_keep(const DropoutMask& mask, int first_query, int first_key,
                                 Visit visit) {
+    constexpr bool kHalf = Scores::kCols == 16;
+    static_assert(kHalf || Scores::kCols % 32 == 0);
 #pragma unroll
     for (int m = 0; m < Scores::kM; ++m)
 #pragma unroll
-        for (int block = 0; block < Scores::kN / 2; ++block) {
+        for (int n = 0; n < Scores::kN; n += 4) {
             const Philox4 random =
-                mask.block(first_query + 16 * m + lane_row(), first_key + 16 * block + lane_col());
+                mask.words(first_query + 16 * m + lane_row(), first_key + 8 * n + lane_col());
 #pragma unroll
-            for (int idx = 0; idx < 8; ++idx)  // DropoutMask::index: row half, column half, parity
-                visit(m, 2 * block + idx / 2 % 2, idx / 4 * 2 + idx % 2,
-                      random.half(idx) < mask.keep_threshold);
+            for (int col = 0; col < min_of(4, Scores::kN); ++col)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {  // row half, column parity
+                    const uint32_t word = kHalf && first_key / 16 % 2 != 0
+                                              ? random.v[2 + i % 2]
+                                              : random.v[col / 2 * 2 + i % 2];
+                    visit(m, n + col, i, mask.keep(word, i / 2, col % 2));
+                }
         }
 }
 
-// The same for a tile whose rows are keys and columns queries.
+// The same for a tile whose rows are keys and columns queries; both begin at multiples of 16. A
+// word has the elements of a lane's rows and of one of its columns; two lanes of rows side by side
+// share the call, and so each makes it for one of two columns.
 template <class Scores, class Visit>
 FLASH_DEVICE void for_each_keep_transposed(const DropoutMask& mask, int first_key, int first_query,
                                            Visit visit) {
-    const int key_parity = lane_row() % 2;
+    const int parity = lane_row() % 2;
 #pragma unroll
     for (int m = 0; m < Scores::kM; ++m)
 #pragma unroll
-        for (int block = 0; block < Scores::kN / 2; ++block)
+        for (int n = 0; n < Scores::kN; n += 2) {
+            const int key = first_key + 16 * m + lane_row();
+            const Philox4 random = mask.words(first_query + 8 * n + lane_col() + parity, key);
+            const bool second = key / 16 % 2 != 0;  // the same for all lanes
+            const uint32_t even = second ? random.v[2] : random.v[0];
+            const uint32_t odd = second ? random.v[3] : random.v[1];
+            const uint32_t own = parity == 0 ? even : odd;
+            const uint32_t other = __shfl_xor_sync(0xffffffff, parity == 0 ? odd : even, 4);
+            const uint32_t words[2] = {parity == 0 ? own : other, parity == 0 ? other : own};
 #pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                const Philox4 random = mask.block(first_query + 16 * block + lane_col() + e,
-                                                  first_key + 16 * m + lane_row());
+            for (int half = 0; half < 2; ++half)
 #pragma unroll
-                for (int query_half = 0; query_half < 2; ++query_half)
-#pragma unroll
-                    for (int key_half = 0; key_half < 2; ++key_half) {
-                        const int idx = query_half * 4 + key_half * 2;
-                        const uint32_t number =
-                            key_parity == 0 ? random.half(idx) : random.half(idx + 1);
-                        visit(m, 2 * block + query_half, 2 * key_half + e,
-                              number < mask.keep_threshold);
-                    }
-            }
+                for (int i = 0; i < 4; ++i)  // key half, parity of the query
+                    visit(m, n + half, i, mask.keep(words[i % 2], half, i / 2));
+        }
 }
 
 }  // namespace flash_ext

@@ -37,11 +37,11 @@ def _bwd_cpu(*tensors: Any, need_dbias: bool = True, **given: Any) -> tuple[Tens
     return tuple(x.q.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 
-def _check_cpu(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[int, int, str]:
+def _check_cpu(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[int, int, str, str]:
     variant = VARIANTS.index(check_forward(q, k, v, Options(**given)))
     if k.dtype in QK_8_BITS:
-        return variant, -1, "no variant has a backward for 8-bit inputs"
-    return variant, variant, ""
+        return variant, -1, "no variant has a backward for 8-bit inputs", ""
+    return variant, variant, "", ""
 
 
 library.impl("fwd", _fwd_cpu, "CPU")

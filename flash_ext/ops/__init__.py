@@ -2,11 +2,11 @@
 
     fwd(q, k, v, *, options) -> (out, lse)
     bwd(dout, dlse?, q, k, v, out, lse, *, options, need_dbias) -> (dq, dk, dv, dbias, dsink)
-    check(q, k, v, *, options) -> (variant, backward, why)
+    check(q, k, v, *, options) -> (variant, backward, why, copied)
 
 check raises what fwd would, or gives the index in VARIANTS of the variant that runs, and of that
 whose kernels compute its gradients. These are its own ("" for `why`), or fa2's where fa3's cannot;
--1 stands for none, as with FP8.
+-1 stands for none, as with FP8. `copied` names the inputs whose rows are copied to aligned memory.
 
 Shapes: q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), out (B, Sq, Hq, Dv), lse (B, Hq, Sq);
 with cu_seqlens q (total_q, Hq, D), k (total_k, Hk, D), v (total_k, Hk, Dv), out (total_q, Hq, Dv),

@@ -37,9 +37,6 @@ KERNEL_DIMS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (192, 192),
 """Head dims, of q and of v, with CUDA kernels, as csrc/ has them (tests/test_native.py compares).
 Others are padded to the first that holds them."""
 
-FA3_ROW_BYTES = 16
-"""fa3 takes rows of q, k and v that start and end on boundaries of this many bytes, as TMA does."""
-
 # The kernels have scale · log2(e), softcap · log2(e), its inverse and scale / softcap in float32:
 # within these bounds they are finite.
 MAX_FACTOR = 2.0**127

@@ -31,7 +31,9 @@ bwd = define(
     ", bool need_dbias=True",
 )
 # Asks the device what it can do, so it has no fake kernel: it is never part of a graph.
-check = define("check(Tensor q, Tensor k, Tensor v", "(int variant, int backward, str why)")
+check = define(
+    "check(Tensor q, Tensor k, Tensor v", "(int variant, int backward, str why, str copied)"
+)
 
 # What integrations/sdpa.py switches on and off.
 library.define("sdpa_override_CUDA(bool on, bool with_out) -> ()")

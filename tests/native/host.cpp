@@ -83,16 +83,17 @@ AllGradients attention_backward(const BackwardTensors& x, const Options& options
     return {dq, dk, dv, dbias.dim() == 4 ? dbias : Tensor(), Tensor()};
 }
 
-std::tuple<int64_t, int64_t, std::string> attention_check(const Tensor& q, const Tensor& /*k*/,
-                                                          const Tensor& /*v*/,
-                                                          const Options& /*options*/) {
+std::tuple<int64_t, int64_t, std::string, std::string> attention_check(const Tensor& q,
+                                                                       const Tensor& /*k*/,
+                                                                       const Tensor& /*v*/,
+                                                                       const Options& /*options*/) {
     const int64_t dim = q.size(q.dim() - 1);
     if (dim > 256 || q.scalar_type() == torch::headeronly::ScalarType::Long)
         throw std::invalid_argument("flash_ext: no kernel");
     constexpr int64_t kOddLength = 77, kNoBackward = 248;  // of tests/test_sdpa.py
     if (q.dim() == 4 && q.size(1) == kOddLength)
         throw std::invalid_argument("flash_ext: no kernel for this call");
-    return {0, dim == kNoBackward ? -1 : 0, ""};
+    return {0, dim == kNoBackward ? -1 : 0, "", ""};
 }
 
 }  // namespace flash_ext

@@ -302,7 +302,7 @@ PYBIND11_MODULE(flash_ext_native, m) {
     });
 
     m.def("philox", [](std::array<uint32_t, 4> c, std::array<uint32_t, 2> key) {
-        const Philox4 random = philox4x32_10(c[0], c[1], c[2], c[3], key[0], key[1]);
+        const Philox4 random = philox4x32_7(c[0], c[1], c[2], c[3], key[0], key[1]);
         return std::array{random.v[0], random.v[1], random.v[2], random.v[3]};
     });
     m.def("is_kept",

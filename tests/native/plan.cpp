@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <map>
 #include <optional>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -28,6 +29,7 @@ constexpr int kGpus[][5] = {
 
 int attributes_asked = 0;
 std::vector<std::string> launched;
+std::vector<std::array<int, 4>> copied;  // batch, rows, heads and columns, of inputs and results
 
 cudaError_t note(const std::string& name, int head_dim = 0, int head_dim_v = 0) {
     launched.push_back(head_dim == 0 ? name
@@ -119,6 +121,11 @@ cudaError_t fa3_backward_wide(const BackwardParams&, const BackwardKernel&, cuda
 cudaError_t sum_parts(const BackwardParams&, TensorView, TensorView, cudaStream_t) {
     return note("sum_parts");
 }
+cudaError_t copy_rows(const RowCopies& copies, bool back, cudaStream_t) {
+    for (const RowCopy& x : std::span(copies.all).first(copies.count))
+        copied.push_back({x.batch, x.rows, x.heads, x.cols});
+    return copies.count == 0 ? cudaSuccess : note(back ? "copy_rows, back" : "copy_rows");
+}
 cudaError_t bias_gradient(BackwardParams, cudaStream_t) { return note("bias_gradient"); }
 cudaError_t combine_splits(ForwardParams, HeadDims, cudaStream_t, bool pdl) {
     return note(pdl ? "combine_splits, pdl" : "combine_splits");
@@ -176,6 +183,7 @@ struct Planned {
     Regions regions;
     int64_t bytes;
     std::vector<std::string> launches;
+    std::vector<std::array<int, 4>> copies;
     int num_splits = 1;
     int pack_gqa_log2 = 0;
     int tile = 0;  // tuning::Fa3ForwardTile, or of the kernel for few queries Fa3DecodeTile
@@ -190,7 +198,10 @@ struct Problem {
     int head_dim = 64, head_dim_v = 64;
     int window_left = -1, window_right = -1;
     bool varlen = false, bias = false, dropout = false, sink = false, deterministic = false;
-    bool repeated_rows = false;  // of k
+    bool repeated_rows = false;   // of k
+    std::string odd_rows;         // the names of tensors whose rows begin at any address
+    bool expanded_heads = false;  // of k and v
+    bool seqused = false;
     bool fp8 = false, int8 = false, alibi = false;
     bool kv_8_bits = false;  // and q 16
     double softcap = 0;
@@ -204,6 +215,9 @@ struct Problem {
             stride *= x.sizes[i];
         }
         if (repeated_rows && name[0] == 'k') x.strides[1] = 0;
+        if (expanded_heads && (name[0] == 'k' || name[0] == 'v')) x.strides[2] = 0;
+        if ((' ' + odd_rows + ' ').find(text(" ", name, " ")) != std::string::npos)
+            x.strides[1] += 1;
         if (fp8 || int8 || (kv_8_bits && (name[0] == 'k' || name[0] == 'v'))) x.element_bytes = 1;
         return x;
     }
@@ -217,17 +231,27 @@ struct Problem {
     }
 
     template <class Choose>
-    std::pair<std::optional<std::string>, std::string> choose(int operands_there,
-                                                              Choose choose) const {
+    Choice choose(int operands_there, Choose choose) const {
         const std::vector<Operand> all = operands();
         const auto there = std::span(all).first(operands_there);
         AttentionParams params{};
         fill(params);
-        if (dropout) params.keep_threshold = 1;
+        if (dropout) params.rng_state = reinterpret_cast<const int64_t*>(kMemory);
         params.aligned = std::ranges::all_of(there, &Operand::is_aligned);
-        const Choice choice = choose({*find_device(gpu), params, there});
-        if (!choice.variant) return {std::nullopt, choice.why};
-        return {name_of(*choice.variant), choice.why};
+        return choose({*find_device(gpu), params, there});
+    }
+
+    Choice choose_forward(const std::string& wanted) const {
+        const auto variant = variant_of(wanted);
+        return choose(3, [&](const Call& call) {
+            return flash_ext::choose(call, Pass::kForward, variant.value_or(kFastestVariant),
+                                     !variant);
+        });
+    }
+    Choice choose_backward(const std::string& forward) const {
+        return choose(5, [&](const Call& call) {
+            return flash_ext::choose(call, Pass::kBackward, *variant_of(forward), true);
+        });
     }
 
     static std::optional<Variant> variant_of(const std::string& name) {
@@ -249,6 +273,12 @@ struct Problem {
         params.head_dim = head_dim;
         params.head_dim_v = head_dim_v;
         if (varlen) params.cu_seqlens_q = params.cu_seqlens_k = kOffsets;
+        if (seqused) params.seqused_k = kOffsets;
+        const std::vector<Operand> all = operands();
+        params.q = all[0].view();
+        params.k = all[1].view();
+        params.v = all[2].view();
+        params.out = all[3].view();
         params.window_left = window_left < 0 ? BandMask::kUnlimited : window_left;
         params.window_right = window_right < 0 ? BandMask::kUnlimited : window_right;
         params.scale = params.scale_log2 = 1.f;
@@ -273,10 +303,12 @@ struct Problem {
         if (found.regions.size() != plan.workspace.regions().size())
             throw std::runtime_error("a region without a name");
         launched.clear();
+        copied.clear();
         if (launched_head_dim > 0)
             plan.params.head_dim = plan.kernel.head_dims.qk = launched_head_dim;
         if (launch(plan, nullptr) != cudaSuccess) throw std::runtime_error("no kernel");
         found.launches = launched;
+        found.copies = copied;
         return found;
     }
 
@@ -284,14 +316,16 @@ struct Problem {
         ForwardPlan plan{.variant = *variant_of(variant)};
         ForwardParams& params = plan.params;
         fill(params);
-        params.q = operands()[0].view();
-        params.out = operands()[3].view();
         make_plan(plan, *find_device(gpu));
         Planned found = planned(plan, {{"out_accum", &params.out_accum},
                                        {"row_statistics", &params.row_statistics},
                                        {"o_partial", &params.o_partial},
                                        {"statistics_partial", &params.statistics_partial},
                                        {"counters", &params.counters},
+                                       {"q", &params.q.data},
+                                       {"k", &params.k.data},
+                                       {"v", &params.v.data},
+                                       {"out", &params.out.data},
                                        {"v_transposed", &plan.kernel.v_transposed}});
         found.num_splits = params.num_splits;
         found.pack_gqa_log2 = params.pack_gqa_log2;
@@ -309,7 +343,12 @@ struct Problem {
         params.deterministic = deterministic;
         if (bias) params.dbias = kMemory;
         if (sink) params.dsink = reinterpret_cast<float*>(kMemory);
+        params.dout = operands()[4].view();
+        params.dq = operand("dq", seqlen_q, heads_q, head_dim).view();
+        params.dk = operand("dk", seqlen_k, heads_k, head_dim).view();
+        params.dv = operand("dv", seqlen_k, heads_k, head_dim_v).view();
         make_plan(plan, *find_device(gpu));
+        const bool parts = params.parts > 1;
         return planned(plan, {{"offsets_q", &params.cu_seqlens_q},
                               {"offsets_k", &params.cu_seqlens_k},
                               {"lse_log2", &params.lse_log2},
@@ -322,10 +361,23 @@ struct Problem {
                               {"dq_semaphore", &params.dq_semaphore},
                               {"tile_count_semaphore", &params.tile_count_semaphore},
                               {"ds", &plan.kernel.ds},
-                              {"dk_parts", &params.dk.data},
-                              {"dv_parts", &params.dv.data}});
+                              {"q", &params.q.data},
+                              {"k", &params.k.data},
+                              {"v", &params.v.data},
+                              {"out", &params.out.data},
+                              {"dout", &params.dout.data},
+                              {"dq", &params.dq.data},
+                              {"dk", parts ? &plan.dk.data : &params.dk.data},
+                              {"dv", parts ? &plan.dv.data : &params.dv.data},
+                              {"dk_parts", parts ? &params.dk.data : nullptr},
+                              {"dv_parts", parts ? &params.dv.data : nullptr}});
     }
 };
+
+std::pair<std::optional<std::string>, std::string> variant_and_reason(const Choice& choice) {
+    if (!choice.variant) return {std::nullopt, choice.why};
+    return {name_of(*choice.variant), choice.why};
+}
 
 }  // namespace
 }  // namespace flash_ext
@@ -333,10 +385,12 @@ struct Problem {
 PYBIND11_MODULE(MODULE, m) {
     using flash_ext::Planned;
     using flash_ext::Problem;
+    using flash_ext::variant_and_reason;
     py::class_<Planned>(m, "Planned", py::module_local())
         .def_readonly("regions", &Planned::regions)
         .def_readonly("bytes", &Planned::bytes)
         .def_readonly("launches", &Planned::launches)
+        .def_readonly("copies", &Planned::copies)
         .def_readonly("num_splits", &Planned::num_splits)
         .def_readonly("pack_gqa_log2", &Planned::pack_gqa_log2)
         .def_readonly("tile", &Planned::tile)
@@ -360,6 +414,9 @@ PYBIND11_MODULE(MODULE, m) {
         .def_readwrite("sink", &Problem::sink)
         .def_readwrite("deterministic", &Problem::deterministic)
         .def_readwrite("repeated_rows", &Problem::repeated_rows)
+        .def_readwrite("odd_rows", &Problem::odd_rows)
+        .def_readwrite("expanded_heads", &Problem::expanded_heads)
+        .def_readwrite("seqused", &Problem::seqused)
         .def_readwrite("fp8", &Problem::fp8)
         .def_readwrite("int8", &Problem::int8)
         .def_readwrite("alibi", &Problem::alibi)
@@ -368,20 +425,13 @@ PYBIND11_MODULE(MODULE, m) {
         .def_readwrite("launched_head_dim", &Problem::launched_head_dim)
         .def("choose_forward",
              [](const Problem& p, const std::string& wanted) {
-                 return p.choose(3, [&](const flash_ext::Call& call) {
-                     const auto variant = Problem::variant_of(wanted);
-                     return flash_ext::choose(call, flash_ext::Pass::kForward,
-                                              variant.value_or(flash_ext::kFastestVariant),
-                                              !variant);
-                 });
+                 return variant_and_reason(p.choose_forward(wanted));
              })
         .def("choose_backward",
              [](const Problem& p, const std::string& forward) {
-                 return p.choose(5, [&](const flash_ext::Call& call) {
-                     return flash_ext::choose(call, flash_ext::Pass::kBackward,
-                                              *Problem::variant_of(forward), true);
-                 });
+                 return variant_and_reason(p.choose_backward(forward));
              })
+        .def("copied", [](const Problem& p) { return p.choose_forward("auto").copied; })
         .def("forward", &Problem::forward)
         .def("backward", &Problem::backward);
     m.def("dispatch", [](int value, int status) {

@@ -23,7 +23,7 @@ struct Fa3BackwardProducers : Fa3Cta<Fa3BackwardParams, KeyTile> {
     static constexpr int kBlockQ = kTuning.block_q;
     static constexpr int kBlockKV = tuning::kFa3BackwardBlockKV;
     static_assert(kBlockKV == 64 * kConsumers);
-    static_assert(!(kTuning.by_matmul() && changes_scores(kOptions)));
+    static_assert(!(kTuning.by_matmul() && visits_elements(kOptions)));
     static constexpr int kProducerRegisters = 24;
     static constexpr int kConsumerRegisters = 240;
 
