@@ -85,8 +85,11 @@ struct Fa3Decode {
             PartialOf<16> of_warps[kWarps];  // after the loop, 16 rows at a time
         };
         char q[QTile::kBytes];
-        Partial of_split;  // until then its maxima are the factors of Q's rows, of 8 bits
-        bool last;         // is this CTA the last one to store its share?
+        union {
+            Factors factors;
+            Partial of_split;  // after the loop
+        };
+        bool last;  // is this CTA the last one to store its share?
     };
     static_assert((sizeof(SharedStorage) + 1024) * kCtasPerSm <= 228 * 1024);
 
@@ -177,7 +180,7 @@ struct Fa3Decode {
             if (row_at(i) >= kRows) break;
             const int power = power_to_halves(warp_max(rows[i].template largest<Given>()));
             rows[i].template store<Given>(ptx::shared_address(storage.q), row_at(i), power);
-            storage.of_split.max[row_at(i)] = to_power_of_two(-power);
+            storage.factors.of_rows[row_at(i)] = to_power_of_two(-power);
         }
     }
 
@@ -227,7 +230,9 @@ struct Fa3Decode {
         if (params.changes_scores) [[unlikely]]  // packed GQA has no ALiBi, which uses first_query
             ScoreFunction<Element, Rows::kQueries, tuning::kFa3Scores>{params, sequence, head}
                 .apply(rS, first_query, keys.begin);
-        if (!blocks.is_full(i, mask, {first_query, first_query + queries()}, keys))
+        // ptxas 13.0: what follows from it would be spilled over the loop of 8 bits.
+        const int first = kBytes ? ptx::not_hoisted(first_query) : first_query;
+        if (!blocks.is_full(i, mask, {first, first + queries()}, keys))
             mask_scores(rS, keys.begin, [&](int row) { return mask.key_range(query_of(row)); });
     }
 
@@ -251,6 +256,8 @@ struct Fa3Decode {
             v_loads.next(stages[i].v);
         }
         if constexpr (kBytes) {
+            if (threadIdx.x == 0)
+                storage.factors.of_keys = HeadDescales::of(params.k_descale, sequence, head_k);
             if (params.element_type == ElementType::kFloat16) {
                 load_q_as_halves<__half>();
             } else {
@@ -260,7 +267,7 @@ struct Fa3Decode {
         ptx::cp_async_wait<kPending>();
         __syncthreads();  // all of Q has landed
         const AFromRows<QTile> q(ptx::shared_address(storage.q));
-        const Factors factors({params.k_descale, sequence, head_k}, storage.of_split.max);
+        const Factors& factors = storage.factors;
 
         for (int stage = 0; block < blocks.end; block += kWarps) {
             Scores rS;
@@ -394,7 +401,7 @@ struct Fa3Decode {
 
     // Applies the descales of V, of four columns.
     FLASH_DEVICE void descale(float4& x, int col) const {
-        const HeadDescales of_v(params.v_descale, sequence, head_k);
+        const auto of_v = HeadDescales::of(params.v_descale, sequence, head_k);
         x.x *= of_v.at(col);
         x.y *= of_v.at(col + 1);
         x.z *= of_v.at(col + 2);

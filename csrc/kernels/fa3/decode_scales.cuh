@@ -15,36 +15,31 @@ struct HeadDescales {
     int64_t stride;
     int last;  // block; 0 unless there are blocks
 
-    FLASH_DEVICE HeadDescales(const Descale& x, const Sequence& sequence, int head)
-        : data(x.data == nullptr || sequence.seqlen_k == 0
-                   ? nullptr
-                   : x.data + sequence.index() * x.batch_stride + head * x.head_stride),
-          stride(x.last_stride),
-          last(x.last_block) {}
+    FLASH_DEVICE static HeadDescales of(const Descale& x, const Sequence& sequence, int head) {
+        const bool some = x.data != nullptr && sequence.seqlen_k > 0;
+        return {some ? x.data + sequence.index() * x.batch_stride + head * x.head_stride : nullptr,
+                x.last_stride, x.last_block};
+    }
 
     FLASH_DEVICE float at(int i) const { return data == nullptr ? 1.f : __ldg(data + i * stride); }
     // Lengths and offsets that are wrong must not read beyond them.
     FLASH_DEVICE float of_key(int key) const { return at(min_of(key / kDescaleRows, last)); }
 };
 
-// The factors from a warp's sums of halves of Q and numbers of K to scores. A warp's blocks of keys
-// have one descale each. It is loaded before Q K^T, and used after it.
+// The factors from sums of halves of Q and numbers of K to scores. They are in shared memory, lest
+// they take registers over the loop. A warp's blocks of keys have one descale each, which is loaded
+// before Q K^T, and used after it.
 template <int kRows>
 struct ScoreFactors {
     HeadDescales of_keys;
-    float of_rows[kRows / 16][2];
+    float of_rows[kRows];
 
-    // Q's factors of rows are in shared memory.
-    FLASH_DEVICE ScoreFactors(const HeadDescales& descales, const float* q_factors)
-        : of_keys(descales) {
-        for_each_row<kRows>([&](int m, int i, int row) { of_rows[m][i] = q_factors[row]; });
-    }
     FLASH_DEVICE float of_block(int first_key) const { return of_keys.of_key(first_key); }
     // First the product of both factors: one may be as large as the other is small.
     template <class Scores>
     FLASH_DEVICE void apply(Scores& s, float of_block) const {
-        for_each_row<kRows>([&](int m, int i, int) {
-            const float factor = of_rows[m][i] * of_block;
+        for_each_row<kRows>([&](int m, int i, int row) {
+            const float factor = of_rows[row] * of_block;
             s.map_row(m, i, [&](float x) { return x * factor; });
         });
     }
@@ -52,7 +47,6 @@ struct ScoreFactors {
 
 // With 16 bits sums are scores.
 struct NoScoreFactors {
-    FLASH_DEVICE NoScoreFactors(const HeadDescales&, const float*) {}
     FLASH_DEVICE float of_block(int) const { return 1.f; }
     template <class Scores>
     FLASH_DEVICE void apply(Scores&, float) const {}
