@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from common import ROOT, Json
 from fp8_providers import FP8, Fp8Workload
+from kv8_providers import KV8, Kv8Workload
 from providers import BEST, BEST_OF, VARIANTS, Workload
 
 try:
@@ -64,8 +65,10 @@ class Cell:
         return 2.0 * self.batch * self.heads * pairs * columns
 
     def kv_bytes(self) -> int:
-        """Bytes of K and V, which is what decoding has to read."""
-        size = DTYPES[self.dtype].itemsize * (self.d + (self.d_v or self.d))
+        """Bytes of K and V, which is what decoding has to read; of those in 8 bits as in bf16."""
+        size = DTYPES["bf16" if self.dtype == KV8 else self.dtype].itemsize * (
+            self.d + (self.d_v or self.d)
+        )
         return self.batch * self.seqlen * (self.kv_heads or self.heads) * size
 
     def workload(self, device: torch.device) -> Workload:
@@ -73,6 +76,8 @@ class Cell:
         shape = (self.batch, self.seqlen, self.heads, self.d)
         if self.dtype == FP8:
             return Fp8Workload(shape, device, d_v=self.d_v)
+        if self.dtype == KV8:
+            return Kv8Workload(shape, device, self.seqlen_q, self.kv_heads)
         return Workload(
             shape,
             DTYPES[self.dtype],
@@ -115,7 +120,7 @@ def shapes_of(name: str, dtype: str, args: argparse.Namespace) -> Iterator[tuple
         fields = {"causal": True, "batch": 1} | chosen.get("all", {}) | shape
         backward = fields.pop("backward", True)
         fields.pop("source", None)
-        yield Cell(dtype, **fields), backward
+        yield Cell(fields.pop("dtype", dtype), **fields), backward
 
 
 def add_grid(parser: argparse.ArgumentParser) -> None:
@@ -140,7 +145,7 @@ def grid(args: argparse.Namespace) -> Iterator[Cell]:
     """The cells of a run; the two directions of a shape follow each other."""
     dtypes = args.dtype or ["fp32" if args.device == "cpu" else "bf16"]
     for dtype, name in itertools.product(dtypes, args.set or ["standard"]):
-        if name == "fp8" and dtype != dtypes[0]:  # it has a type of its own
+        if name in ("fp8", "decode8") and dtype != dtypes[0]:  # it has a type of its own
             continue
         for shape, trained in shapes_of(name, dtype, args):
             directions = ["forward", "backward"] if trained else ["forward"]

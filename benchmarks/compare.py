@@ -6,6 +6,7 @@
     python benchmarks/compare.py --set gqa decode prefill   # grouped heads, few queries, one prompt
     python benchmarks/compare.py --set models                    # shapes of real models
     python benchmarks/compare.py --set fp8                       # FP8 forward, beside bf16
+    python benchmarks/compare.py --set decode8                   # K and V in 8 bits, beside bf16
     python benchmarks/compare.py --sustained                     # back to back, at the power limit
     python benchmarks/compare.py --s 131072 --batch 1 --heads 32 --kv-heads 4 --sq 128
     python benchmarks/compare.py --device cpu                    # a smoke test
@@ -21,6 +22,9 @@ fa3-fwd's build of it, with output in bfloat16, and cuDNN through nvidia-cudnn-f
 ``cudnn``) with output in FP8; beside them fa3 and its peers in bfloat16 on the inputs before
 quantization. Providers of FP8 are held against float32 standard attention of what the FP8 numbers
 stand for.
+
+--set decode8 is one query in bfloat16 on K and V of 8 bits, quantization not timed, beside fa3 in
+bfloat16. Bytes per second are those of bfloat16 in all cases.
 
 With --sustained each call runs back to back for a second or more, as in training, where the GPU
 comes to its power limit.
@@ -43,6 +47,7 @@ import torch
 from cells import Cell, add_grid, grid
 from common import Json
 from fp8_providers import FP8, FP8_PROVIDERS
+from kv8_providers import KV8, KV8_PROVIDERS
 from providers import (
     PEERS,
     Provider,
@@ -150,6 +155,7 @@ def main() -> int:
     args.variants = args.variants or running(torch.device(args.device))
     providers, missing = collect(args.variants, args.peers)
     providers[:0] = FP8_PROVIDERS if any(c.dtype == FP8 for c in cells) else ()
+    providers[:0] = KV8_PROVIDERS if any(c.dtype == KV8 for c in cells) else ()
     bench = Bench(args, providers)
     recorder = common.begin("compare", args)
     shapes: dict[Cell, list[Cell]] = {}

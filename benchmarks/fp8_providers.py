@@ -306,7 +306,8 @@ class Fp8Workload(Workload):
         self.of_numbers: list[Tensor] = []
 
     def asked(self, providers: Iterable[Provider]) -> list[Provider]:
-        return [p for p in providers if p.fp8 or p.name in self.BESIDE]
+        names = (*self.BESIDE, *(p.name for p in FP8_PROVIDERS))
+        return [p for p in providers if p.name in names]
 
     def exact(self, causal: bool, gradients: bool) -> list[Tensor]:
         dequantized = copy.copy(self)

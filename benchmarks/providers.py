@@ -32,6 +32,8 @@ LABELS = {
     "fa3_fp8": "flash_ext fa3, FP8", "fp8_attention": "flash_ext.fp8.attention",
     "fa3_int8": "flash_ext fa3, q and k in int8", "cudnn_fp8": "cuDNN, FP8",
     "flash_attn_3_fp8": "flash-attn 3, FP8",
+    "fa3_e4m3_kv": "flash_ext fa3, K and V in e4m3",
+    "fa3_int8_kv": "flash_ext fa3, K and V in int8",
 }  # fmt: skip
 # Relative errors beyond which a result is wrong: of the whole, and of the worst block of rows.
 WHOLE_LIMIT, BLOCK_LIMIT = 2e-2, 1e-1
@@ -71,7 +73,7 @@ class Provider:
     )
     windows: bool = False  # does ``attend`` take a window?
     limits: tuple[float, float] = (WHOLE_LIMIT, BLOCK_LIMIT)
-    fp8: bool = False  # is it asked for FP8 inputs alone? (fp8_providers.py)
+    fp8: bool = False  # is it asked for 8-bit inputs alone? (fp8_providers.py, kv8_providers.py)
 
     @property
     def label(self) -> str:

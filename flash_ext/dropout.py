@@ -1,10 +1,12 @@
 """The dropout mask: a pure function of (seed, offset, batch, head, row, column).
 
-Every variant on every device drops the same elements. Random bits come from Philox4x32-10 (Salmon
-et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): one call gives eight 16-bit
-numbers, which serve rows {i, i + 8} and columns {j, j + 1, j + 8, j + 9} of a 16 × 16 tile. That
-is what one thread holds in the accumulators of two tensor-core instructions, so a CUDA thread needs
-one call for its eight elements and no exchange.
+Every variant on every device drops the same elements. Random bits come from Philox4x32-7 (Salmon
+et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011; the fewest rounds that pass their
+tests): a call gives four words for rows {i, i + 8} and columns {j, j + 1} and those 8, 16 and 24
+further in a 16 × 32 tile. That is what one thread holds in the accumulators of four tensor-core
+instructions. A word serves rows {i, i + 8} and columns {j, j + 8}: their numbers are the word
+rotated by 0, 8, 16 and 24 bits. So the chance of each is exact to 32 bits, and two of a word
+correlate by less than 1/256.
 """
 
 from __future__ import annotations
@@ -15,12 +17,13 @@ from torch import Tensor
 _LOW32 = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
-_ROUNDS = 10
+_ROUNDS = 7
 
 
 def _keep_threshold(dropout_p: float) -> int:
-    """Entries whose 16-bit number is below this are kept. At least 1, so the scale is finite."""
-    return max(1, round((1 - dropout_p) * 65536))
+    """Entries whose number of 32 bits is below this are kept. One in 65,536 at least is."""
+    below = round((1 - dropout_p) * 2**32)
+    return min(max(below, 2**16), 2**32 - 1) if dropout_p > 0 else 2**32
 
 
 def keep_scale(dropout_p: float) -> float:
@@ -30,7 +33,7 @@ def keep_scale(dropout_p: float) -> float:
         >>> flash_ext.dropout.keep_scale(0.5)
         2.0
     """
-    return 65536 / _keep_threshold(dropout_p)
+    return 2**32 / _keep_threshold(dropout_p)
 
 
 def _multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -40,7 +43,7 @@ def _multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Philox4x32-10 on 32-bit numbers held in int64 tensors, which broadcast."""
+    """Philox4x32-7 on 32-bit numbers held in int64 tensors, which broadcast."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
@@ -71,9 +74,9 @@ def keep_tile(
     """
     device = rng_state.device
     (i0, i1), (j0, j1) = rows, columns
-    # Whole 16 × 16 tiles first; the rest outside the ranges is cut off at the end.
-    tile_i0, tile_j0 = i0 // 16, j0 // 16
-    tiles_i, tiles_j = -(-i1 // 16) - tile_i0, -(-j1 // 16) - tile_j0
+    # Whole 16 × 32 tiles first; the rest outside the ranges is cut off at the end.
+    tile_i0, tile_j0 = i0 // 16, j0 // 32
+    tiles_i, tiles_j = -(-i1 // 16) - tile_i0, -(-j1 // 32) - tile_j0
 
     seed, offset = rng_state[0], rng_state[1]
     key = (seed & _LOW32, ((seed >> 32) ^ (offset >> 32)) & _LOW32)
@@ -82,14 +85,18 @@ def keep_tile(
     c2 = torch.arange(batch * heads, device=device).view(-1, 1, 1) + first_batch * heads
     words = torch.stack(torch.broadcast_tensors(*_philox((c0, c1, c2, offset & _LOW32), key)), -1)
 
-    # Half-word n of the eight, low half of a word first, belongs to row half n / 4, column half
-    # n / 2 % 2 and column parity n % 2.
-    u16 = torch.stack((words & 0xFFFF, words >> 16), -1)
-    u16 = u16.view(batch, heads, tiles_i, 8, tiles_j, 4, 2, 2, 2)
-    # → (batch, heads, i / 16, i / 8 % 2, i % 8, j / 16, j / 8 % 2, j % 8 / 2, j % 2)
-    keep = (u16 < _keep_threshold(dropout_p)).permute(0, 1, 2, 6, 3, 4, 7, 5, 8)
-    keep = keep.reshape(batch, heads, tiles_i * 16, tiles_j * 16)
-    row, column = i0 - tile_i0 * 16, j0 - tile_j0 * 16
+    # Word n belongs to column half n / 2 of the 32 and column parity n % 2, and its rotation r to
+    # row half r / 2 and column half r % 2 of the 16.
+    left = torch.arange(0, 32, 8, device=device)
+    numbers = words.unsqueeze(-1)
+    numbers = (numbers << left & _LOW32) | numbers >> (32 - left)
+    keep = (numbers < _keep_threshold(dropout_p)).view(
+        batch, heads, tiles_i, 8, tiles_j, 4, 2, 2, 2, 2
+    )
+    # → (batch, heads, i / 16, i / 8 % 2, i % 8, j / 32, j / 16 % 2, j / 8 % 2, j % 8 / 2, j % 2)
+    keep = keep.permute(0, 1, 2, 8, 3, 4, 6, 9, 5, 7)
+    keep = keep.reshape(batch, heads, tiles_i * 16, tiles_j * 32)
+    row, column = i0 - tile_i0 * 16, j0 - tile_j0 * 32
     return keep[:, :, row : row + i1 - i0, column : column + j1 - j0]
 
 
@@ -106,7 +113,7 @@ def keep_mask(
 
     Args:
         rng_state: int64, shape (2,): seed and offset.
-        dropout_p: the probability of dropping, 0 <= dropout_p < 1; it is rounded to 1/65536.
+        dropout_p: the probability of dropping, 0 <= dropout_p < 1; exact to 2⁻³².
         batch, heads: B and Hq, the number of query heads.
         seqlen_q, seqlen_k: Sq and Sk.
         first_batch: the index of the first batch element. Packed sequences count as batch elements.

@@ -247,17 +247,22 @@ def attention(
     the error of their scores is smaller (cf. Zhang et al., "SageAttention", 2024). Only "fa3" has
     them, and only forward, with rows on 16-byte boundaries (so D and Dv are multiples of 16), and
     without dropout, bias, softcap and ALiBi. P is rounded to float8_e4m3fn too, after a factor of
-    2^8; softmax and sums are float32, and scores of int8 are exact. Descales are finite and above
-    0, which is not checked.
+    2^8; softmax and sums are float32, and scores of int8 are exact. Descales are finite and not
+    negative, which is not checked.
+
+    k and v may have 8 bits beside a q of 16 (on CPU also more): both float8_e4m3fn, or both int8,
+    with k_descale and v_descale. This is for decoding, where the time is that of reading k and v.
+    Only "fa3" has it, only forward, with D and Dv multiples of 16, and without dropout and bias. k
+    and v become float16, exactly, and P is rounded to it.
 
     Args:
         q: queries (B, Sq, Hq, D), float16, bfloat16, float8_e4m3fn or int8; on CPU also float32 and
             float64. D is 1 to 256. Any strides with a contiguous last dimension, as for k and v.
         k: keys (B, Sk, Hk, D), of q's dtype and device, as all tensors below unless they say
-            otherwise. Hq is a multiple of Hk: query head h reads key head h // (Hq / Hk)
-            (grouped-query attention).
-        v: values (B, Sk, Hk, Dv); float8_e4m3fn where q is int8. Dv is 1 to 256 and may differ from
-            D.
+            otherwise; or of 8 bits. Hq is a multiple of Hk: query head h reads key head
+            h // (Hq / Hk) (grouped-query attention).
+        v: values (B, Sk, Hk, Dv); float8_e4m3fn where q is int8, otherwise of k's dtype. Dv is 1 to
+            256 and may differ from D.
         scale: τ, the factor of the scores, below 2^127 in magnitude, and below 2^127 c with a
             softcap c; None is 1 / sqrt(D). Numbers may be tensors of one element, which a call
             waits for on CUDA; they get no gradient, and one that wants it is refused.
@@ -280,7 +285,7 @@ def attention(
         dropout_p: the probability of dropping an entry of P after the softmax, in [0, 1).
         rng_state: int64 of shape (2,): seed and offset of the dropout mask
             (`flash_ext.dropout.keep_mask`). None draws them from torch's generator of q's device.
-        q_descale: float32, of 8-bit inputs only; None is 1. One number (0-dim or (1,)); (B, Hk): of
+        q_descale: float32, of 8-bit q only; None is 1. One number (0-dim or (1,)); (B, Hk): of
             each batch element and key head; or (B, Hq, ⌈Sq / 128⌉): of blocks of 128 queries. Any
             strides. A constant: one that wants a gradient is refused.
         k_descale: the same, by blocks (B, Hk, ⌈Sk / 128⌉) of 128 keys.

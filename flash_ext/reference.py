@@ -51,7 +51,8 @@ def attention(
 
     With 8-bit inputs everything is in float32, but P, relative to its row's maximum, is rounded to
     FP8, as the variants round it. With an out_dtype of float32 or float64 everything is in that
-    dtype, and nothing is rounded to FP8.
+    dtype, and nothing is rounded to FP8. 8-bit k and v beside a q of more bits are dequantized, to
+    q's dtype.
 
     Args:
         q: (B, Sq, Hq, D), any floating dtype. Upcast it yourself for a float64 reference.
@@ -77,6 +78,10 @@ def attention(
         dtype = statistics_dtype(out_dtype)
         q, k = (_scaled(x.to(dtype), y, by_row=True) for x, y in ((q, q_descale), (k, k_descale)))
         v = _scaled(v.to(dtype), v_descale, by_row=False)
+    elif k.dtype in QK_8_BITS:
+        dtype = statistics_dtype(q.dtype)
+        k = _scaled(k.to(dtype), k_descale, by_row=True).to(q.dtype)
+        v = _scaled(v.to(dtype), v_descale, by_row=False).to(q.dtype)
     batch, seqlen_q, heads, head_dim = q.shape
     seqlen_k, group = k.shape[1], heads // k.shape[2]
     if scale is None:

@@ -118,8 +118,8 @@ class Problem:
     `bias_short` is by how many positions the bias of packed sequences misses the longest one. With
     `lengths_q` and `lengths_k` the sequences are packed, with `tail` unused rows after them; batch
     and sequence lengths then follow from these. A dtype of int8 is that of q and k, with v in FP8.
-    The descales of 8-bit inputs are "scalar", "one" of
-    shape (1,), by "head", or "fine": by blocks of rows or by channels.
+    `kv_dtype` is that of k and v where they have 8 bits and q more. The descales of 8-bit inputs
+    are "scalar", "one" of shape (1,), by "head", or "fine": by blocks of rows or by channels.
     """
 
     batch: int = 2
@@ -153,6 +153,7 @@ class Problem:
     k_descale: str = ""
     v_descale: str = ""
     out_dtype: torch.dtype | None = None
+    kv_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         if self.lengths_q is not None:
@@ -182,7 +183,7 @@ class Problem:
         for field in (
             *("scale", "dropout_p", "layout", "loss", "logit_gain", "head_dim_v", "softcap"),
             *("alibi", "bias", "bias_type", "bias_short", "bias_gradient", "sink"),
-            *("q_descale", "k_descale", "v_descale", "out_dtype"),
+            *("q_descale", "k_descale", "v_descale", "out_dtype", "kv_dtype"),
         ):
             value = getattr(self, field)
             if value != getattr(Problem, field):
@@ -195,8 +196,12 @@ class Problem:
         return self.lengths_q is not None
 
     @property
+    def dtype_k(self) -> torch.dtype:
+        return self.kv_dtype or self.dtype
+
+    @property
     def dtype_v(self) -> torch.dtype:
-        return FP8 if self.dtype in QK_8_BITS else self.dtype
+        return self.kv_dtype or (FP8 if self.dtype in QK_8_BITS else self.dtype)
 
     @property
     def dim_v(self) -> int:
@@ -299,9 +304,9 @@ def device_unsupported_reason(variant: str, device: str) -> str | None:
 def unsupported_reason(variant: str, problem: Problem, device: str) -> str | None:
     """Why a variant does not run a problem on a device: part of the message; None where it runs."""
     p = problem
-    if p.dtype in QK_8_BITS and variant not in FP8_VARIANTS:
+    if p.dtype_k in QK_8_BITS and variant not in FP8_VARIANTS:
         return "has no 8-bit inputs"
-    if p.dtype in QK_8_BITS and device == "cpu":
+    if p.dtype_k in QK_8_BITS and device == "cpu":
         return None
     if reason := device_unsupported_reason(variant, device):
         return reason
@@ -312,7 +317,7 @@ def unsupported_reason(variant: str, problem: Problem, device: str) -> str | Non
         if value and value > about.most.get(variant, value):
             return f"has no {name} above {about.most[variant]}"
     unaligned = p.layout in UNALIGNED_LAYOUTS or p.head_dim % ROW_BYTES or p.dim_v % ROW_BYTES
-    if p.dtype in QK_8_BITS and unaligned:  # fa3 copies rows of 16 bits
+    if p.dtype_k in QK_8_BITS and unaligned:  # fa3 copies rows of 16 bits
         return f"{ROW_BYTES}-byte boundaries"
     return None
 
@@ -435,7 +440,7 @@ def _views(problem: Problem, device: str) -> tuple[torch.Tensor, torch.Tensor, t
     heads_k = 1 if p.layout == "expanded_heads" else p.heads_k
     return (
         one(batch, rows_q, p.heads_q, p.head_dim),
-        one(batch_k, rows_k, heads_k, p.head_dim),
+        one(batch_k, rows_k, heads_k, p.head_dim, dtype=p.dtype_k),
         one(batch_k, rows_k, heads_k, p.dim_v, dtype=p.dtype_v),
     )
 
@@ -503,14 +508,15 @@ def make_inputs(problem: Problem, device: str) -> Inputs:
     k, v = (x.expand(*used_k.shape, p.heads_k, -1) for x in (k, v))
     base = "bshd" if p.layout.startswith("expanded") or p.layout == "packed" else p.layout
     batch, rows_q = used_q.shape
-    dout = _view_in_poison(batch, rows_q, p.heads_q, p.dim_v, base, device, p.dtype_v)
+    dtype = p.dtype if p.kv_dtype else p.dtype_v
+    dout = _view_in_poison(batch, rows_q, p.heads_q, p.dim_v, base, device, dtype)
     dout = fill(dout, used_q)
     dlse = torch.randn((batch, p.heads_q, rows_q), generator=generator)
     dlse = dlse.masked_fill(~used_q[:, None], torch.nan).to(device, statistics_dtype(p.dtype))
     if p.packed:
         q, k, v, dout, dlse = (x[0] for x in (q, k, v, dout, dlse))
     inputs = Inputs(
-        *(x.detach().requires_grad_(p.dtype not in QK_8_BITS) for x in (q, k, v)),
+        *(x.detach().requires_grad_(p.dtype_k not in QK_8_BITS) for x in (q, k, v)),
         dout=dout if p.loss != "lse" else None,
         dlse=dlse if p.loss != "out" else None,
     )
@@ -524,7 +530,7 @@ def make_inputs(problem: Problem, device: str) -> Inputs:
         inputs.bias = _make_bias(p, device, generator)
     if p.sink:  # about as heavy as a dozen keys
         sink = torch.randn(p.heads_q, generator=generator, dtype=statistics_dtype(p.dtype)) + 3
-        inputs.sink = _row_in_poison(sink, device).detach().requires_grad_()
+        inputs.sink = _row_in_poison(sink, device).detach().requires_grad_(not p.kv_dtype)
     if p.seqused_k is not None:
         # The CPU refuses what is beyond the keys. CUDA does not look, and must not read there.
         used = [keys for _, keys in p.sequences()] if device == "cpu" else p.seqused_k

@@ -32,41 +32,53 @@ DEVICE_CODE = (
 """Flags for device code: fake_cuda/ has CUDA's headers, and ptx/ in place of that of csrc/."""
 
 
-def shared_library(name: str, sources: Sequence[Path], flags: Sequence[str]) -> Path:
-    """The library, cached under build/ by the content of everything it is made from.
+FLAGS = ("-std=c++20", "-O0", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror")
+BUILD = ROOT / "build" / "tests-native"
+
+
+def compile_once(
+    name: str, sources: Sequence[Path], command: Sequence[str], code: str = ""
+) -> Path:
+    """What the compiler makes of code, its standard input; cached under build/ by all it reads.
 
     Skips the test where there is no C++ compiler.
     """
     if shutil.which(COMPILER) is None:
         pytest.skip(f"there is no C++ compiler {COMPILER} (set CXX)")
-    command = [COMPILER, "-std=c++20", "-O1", "-shared", "-fPIC", "-Wall", "-Wextra"]
-    command += ["-Werror", "-Wno-missing-field-initializers"]
-    command += [f"-I{CSRC}", *map(str, sources), *flags]
-    content = hashlib.sha256(" ".join([*command, sys.version]).encode())
+    content = hashlib.sha256(" ".join([COMPILER, *command, code, sys.version]).encode())
+    for path in sources:
+        content.update(path.read_bytes())
+    made = BUILD / content.hexdigest()[:16] / name
+    made.parent.mkdir(parents=True, exist_ok=True)
+    with open(BUILD / f"{name}.lock", "w") as lock:  # processes of pytest-xdist compile it once
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.exists():
+            partial = made.with_suffix(".partial")
+            command = [COMPILER, *command, "-o", str(partial)]
+            compiled = subprocess.run(command, input=code, capture_output=True, text=True)
+            assert compiled.returncode == 0, f"{' '.join(command)}\n{compiled.stderr}"
+            partial.replace(made)
+    return made
+
+
+def shared_library(name: str, sources: Sequence[Path], flags: Sequence[str]) -> Path:
+    """The library, of all sources as one: headers are read once."""
+    code = "".join(f'#include "{path}"\n' for path in sources)
     headers = (
         x for folder in (CSRC, NATIVE) for end in ("cuh", "h") for x in folder.rglob(f"*.{end}")
     )
-    for path in [*sources, *sorted(headers)]:
-        content.update(path.read_bytes())
-    folder = ROOT / "build" / "tests-native"
-    library = folder / content.hexdigest()[:16] / f"{name}.so"
-    library.parent.mkdir(parents=True, exist_ok=True)
-    with open(folder / f"{name}.lock", "w") as lock:  # processes of pytest-xdist compile it once
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not library.exists():
-            partial = library.with_suffix(".partial")
-            command += ["-o", str(partial)]
-            compiled = subprocess.run(command, capture_output=True, text=True)
-            assert compiled.returncode == 0, f"{' '.join(command)}\n{compiled.stderr}"
-            partial.replace(library)
-    return library
+    command = [*FLAGS, "-Wno-missing-field-initializers", "-shared", f"-I{CSRC}", "-x", "c++", "-"]
+    return compile_once(f"{name}.so", [*sources, *sorted(headers)], [*command, *flags], code)
 
 
 def python_module(name: str, sources: Sequence[Path], flags: Sequence[str] = ()) -> ModuleType:
-    """The module that the sources make with pybind11."""
+    """The module that the sources make with pybind11, whose headers are compiled before."""
     pybind11 = pytest.importorskip("pybind11")
-    includes = [pybind11.get_include(), sysconfig.get_path("include")]
-    library = shared_library(name, sources, [*flags, *(f"-I{path}" for path in includes)])
+    includes = [f"-I{x}" for x in (pybind11.get_include(), sysconfig.get_path("include"))]
+    header = NATIVE / "python.h"
+    command = [*FLAGS, *includes, "-x", "c++-header", str(header)]
+    compiled = compile_once("python.h.gch", [header], command).with_suffix("")
+    library = shared_library(name, sources, [*flags, *includes, "-include", str(compiled)])
     loader = importlib.machinery.ExtensionFileLoader(name, str(library))
     spec = importlib.util.spec_from_loader(name, loader)
     assert spec is not None
@@ -90,7 +102,7 @@ def load_host_side() -> None:
             NATIVE / "host.cpp",
         ],
         [
-            *("-fvisibility=hidden", "-DTORCH_TARGET_VERSION=0x020b000000000000"),
+            "-DTORCH_TARGET_VERSION=0x020b000000000000",
             *("-DFLASH_EXT_DEVICE=CPU", "-DFLASH_EXT_AUTOGRAD=AutogradCPU"),
             *(f"-isystem{home}/include", f"-L{home}/lib", f"-Wl,-rpath,{home}/lib"),
             *("-ltorch", "-ltorch_cpu"),

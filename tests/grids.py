@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,30 @@ BIAS_PATTERNS = tuple(
     "".join(c if whole else "1" for c, whole in zip("bhqk", chosen, strict=True))
     for chosen in itertools.product((True, False), repeat=4)
 )
+
+
+DEVICE_AND_DIM = [
+    ("cpu", 64),
+    *(pytest.param("cuda", d, marks=pytest.mark.gpu) for d in (64, 128, 256)),
+]
+"""Of tests whose head dim chooses a GPU's kernel; on the CPU it changes the size of tiles alone."""
+
+
+def cover(device: str, *axes: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """All combinations of the axes' values. On a CPU, whose kernels have few paths, only so many
+    that each pair of values occurs, in the same order."""
+    every = list(itertools.product(*map(enumerate, axes)))
+    chosen: set[int] = set()
+    pairs = [
+        {((a, i), (b, j)) for (a, (i, _)), (b, (j, _)) in itertools.combinations(enumerate(x), 2)}
+        for x in every
+    ]
+    missing = set().union(*pairs)
+    while missing and device == "cpu":
+        best = max(range(len(every)), key=lambda n: len(pairs[n] & missing))
+        missing -= pairs[best]
+        chosen.add(best)
+    return [tuple(v for _, v in x) for n, x in enumerate(every) if device != "cpu" or n in chosen]
 
 
 def alternate(problems: Iterable[Problem]) -> Iterator[Problem]:

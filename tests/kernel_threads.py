@@ -39,7 +39,7 @@ def library() -> ctypes.CDLL:
         [SOURCE, FAKE_CUDA / "device.cpp", FAKE_CUDA / "threads.cpp"],
         [
             *(*DEVICE_CODE, "-D__CUDA_ARCH_FEAT_SM90_ALL"),
-            *("-O0", "-fsanitize=thread", "-fno-threadsafe-statics"),
+            *("-fvisibility=default", "-fsanitize=thread", "-fno-threadsafe-statics"),
             *("-Wno-invalid-offsetof", "-Wno-unused-variable"),
             # Not libtsan: threads.cpp has what the compiler calls.
             *("-nodefaultlibs", "-lstdc++", "-lm", "-lgcc_s", "-lc"),

@@ -54,6 +54,33 @@ OF_8_BITS = {
 }
 
 
+OF_8_BIT_KEYS = {
+    "nothing": (None, option()),
+    "int8": (None, lambda a: {name: a[name].to(torch.int8) for name in "kv"}),
+    "q in float16": (None, typed("q", torch.float16)),
+    "v in int8": ("v", typed("v", torch.int8)),
+    "k in int8": ("v", typed("k", torch.int8)),
+    "v in q's dtype": ("v", typed("v", torch.bfloat16)),
+    "k in q's dtype": ("v", typed("k", torch.bfloat16)),
+    "k in float16": ("k", typed("k", torch.float16)),
+    "out in q's dtype": (None, option(out_dtype=torch.bfloat16)),
+    "out in float16": ("out_dtype", option(out_dtype=torch.float16)),
+    "a bias": ("bias", tensor("bias", 1, 1, 1, 1)),
+    "dropout": ("dropout_p", option(dropout_p=0.5)),
+    "softcap": (None, option(softcap=2.0)),
+    "slopes": (None, tensor("alibi_slopes", 4)),
+    "a descale of q": ("q_descale", tensor("q_descale")),
+    "one number": (None, tensor("k_descale")),
+    "a number a head": (None, tensor("k_descale", 2, 2)),
+    "blocks of keys": (None, tensor("k_descale", 2, 2, 1)),
+    "too many blocks": ("k_descale", tensor("k_descale", 2, 2, 2)),
+    "channels": (None, tensor("v_descale", 2, 2, 32)),
+    "too few channels": ("v_descale", tensor("v_descale", 2, 2, 16)),
+    "rows that are not contiguous": ("k", lambda a: {"k": a["k"].mT.contiguous().mT}),
+    "another shape": ("v", lambda a: {"v": a["v"][:, :3]}),
+}
+
+
 def good_in_8_bits(device: str) -> Arguments:
     a = good(device)
     return {name: a[name].to(FP8) for name in "qkv"}
@@ -76,7 +103,7 @@ MORE = {
         None,
         lambda a: {n: a[n].half() for n in ("q", "k", "v", "out", "dout")},
     ),
-    "k of 8 bits": ("k", typed("k", FP8)),
+    "k of 8 bits": ("v", typed("k", FP8)),
 }
 
 
@@ -118,3 +145,15 @@ def test_packed_gradients(case: str) -> None:
 @pytest.mark.parametrize("case", OF_8_BITS)
 def test_8_bits(case: str) -> None:
     compare("fwd", *OF_8_BITS[case], good_in_8_bits("cpu"))
+
+
+@pytest.mark.parametrize("case", OF_8_BIT_KEYS)
+def test_8_bit_keys(case: str) -> None:
+    a = good("cpu")
+    in_8_bits = {"q": a["q"]} | {name: a[name].to(FP8) for name in "kv"}
+    compare("fwd", *OF_8_BIT_KEYS[case], in_8_bits)
+
+
+@pytest.mark.parametrize("dtype", (FP8, torch.int8), ids=str)
+def test_8_bit_keys_have_no_gradients(dtype: torch.dtype) -> None:
+    compare("bwd", "k", lambda a: {name: a[name].to(dtype) for name in "kv"}, good("cpu"))

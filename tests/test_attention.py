@@ -31,7 +31,7 @@ from attention_testing import (
     runnable,
     standard_attention,
 )
-from grids import BIAS_PATTERNS, HALF_TYPES, HEADS, MASKS, alternate, every_case, problems
+from grids import BIAS_PATTERNS, HALF_TYPES, HEADS, MASKS, alternate, cover, every_case, problems
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -63,20 +63,20 @@ WINDOW_SHAPES = {
 
 def head_dims_and_lengths(device: str) -> Iterator[Problem]:
     """Every head dimension with every short pair of lengths, full and causal."""
-    grid = itertools.product(HEAD_DIMS[device], SHORT[device], MASKS)
+    grid = cover(device, HEAD_DIMS[device], SHORT[device], MASKS)
     return alternate(Problem(1, *lengths, head_dim=d, **mask) for d, lengths, mask in grid)
 
 
 def windows(device: str) -> Iterator[Problem]:
     """Every window, with Sq below, at and above Sk: wholly masked rows and tiles on both sides."""
     dims = (32, 40, 64, 128, 256) if device == "cuda" else (40, 64)
-    grid = itertools.product(WINDOWS, WINDOW_SHAPES[device], dims)
+    grid = cover(device, WINDOWS, WINDOW_SHAPES[device], dims)
     return alternate(Problem(1, *lengths, head_dim=d, window=w) for w, lengths, d in grid)
 
 
 def windows_with_causal(device: str) -> Iterator[Problem]:
     """causal overrides the window's right side."""
-    grid = itertools.product(((17, 5), (64, -1)), ((113, 203), (130, 65)), (64, 96))
+    grid = cover(device, ((17, 5), (64, -1)), ((113, 203), (130, 65)), (64, 96))
     return alternate(
         Problem(1, *lengths, head_dim=d, causal=True, window=w) for w, lengths, d in grid
     )
@@ -86,7 +86,7 @@ def layouts(device: str) -> Iterator[Problem]:
     """Every layout of the inputs in memory, aligned and not."""
     dims = (24, 40, 59, *SQUARE_DIMS) if device == "cuda" else (40, 59, 64)
     lengths = ((130, 197), (197, 130)) if device == "cuda" else ((70, 97),)
-    grid = itertools.product(LAYOUTS, dims, lengths, MASKS)
+    grid = cover(device, LAYOUTS, dims, lengths, MASKS)
     for index, (layout, d, (sq, sk), mask) in enumerate(grid):
         heads_q, heads_k = HEADS[index % 2]  # at least two key heads, or there is no stride
         yield Problem(
@@ -98,7 +98,7 @@ def head_groups(device: str) -> Iterator[Problem]:
     """Multi-head, grouped and multi-query attention, with more than one batch."""
     dims = (32, 64, 128, 256) if device == "cuda" else (64,)
     groups = ((1, 1), (5, 5), (6, 2), (6, 1), (16, 4))
-    for heads, d, dtype, mask in itertools.product(groups, dims, HALF_TYPES, MASKS):
+    for heads, d, dtype, mask in cover(device, groups, dims, HALF_TYPES, MASKS):
         yield Problem(3, 100, 150, *heads, d, dtype, **mask)
 
 
@@ -107,7 +107,7 @@ def dropout(device: str) -> Iterator[Problem]:
     dims = (24, 40, 160, *SQUARE_DIMS) if device == "cuda" else (40, 64)
     lengths = ((113, 203), (256, 130)) if device == "cuda" else ((65, 130),)
     masks = (*MASKS, {"window": (33, 9)})
-    grid = itertools.product((0.17, 0.5), dims, lengths, masks)
+    grid = cover(device, (0.17, 0.5), dims, lengths, masks)
     return alternate(
         Problem(2, *pair, head_dim=d, dropout_p=p, **mask) for p, d, pair, mask in grid
     )
@@ -116,7 +116,7 @@ def dropout(device: str) -> Iterator[Problem]:
 def scales(device: str) -> Iterator[Problem]:
     """Scales that are not 1/sqrt(D): small, zero, negative, and so large that logits reach 1e4."""
     pairs = ((0.01, 1.0), (0.0, 1.0), (-0.2, 1.0), (0.3, 1.0), (1.0, 50.0))
-    for (scale, gain), d, mask, dtype in itertools.product(pairs, (64, 96), MASKS, HALF_TYPES):
+    for (scale, gain), d, mask, dtype in cover(device, pairs, (64, 96), MASKS, HALF_TYPES):
         yield Problem(
             1, 130, 190, head_dim=d, scale=scale, logit_gain=gain, dtype=dtype, seed=5, **mask
         )
@@ -125,8 +125,8 @@ def scales(device: str) -> Iterator[Problem]:
 def losses(device: str) -> Iterator[Problem]:
     """The loss uses out, lse or both; from lse alone dv is exactly 0."""
     dims = (24, 40, 64, 128, 192, 256) if device == "cuda" else (40, 64)
-    for loss, d, mask, dtype in itertools.product(
-        ("out", "lse", "both"), dims, (*MASKS, {"window": (20, 3)}), HALF_TYPES
+    for loss, d, mask, dtype in cover(
+        device, ("out", "lse", "both"), dims, (*MASKS, {"window": (20, 3)}), HALF_TYPES
     ):
         yield Problem(1, 190, 130, 4, 2, head_dim=d, loss=loss, dtype=dtype, **mask)
 
@@ -248,7 +248,7 @@ def many_tiles(device: str) -> Iterator[Problem]:
         {"layout": "odd_row", "causal": True},
     )
     batch, heads, *lengths = (4, 8, 1000, 1010) if device == "cuda" else (4, 2, 70, 80)
-    for d, dtype, option in itertools.product((24, 32, 40, 64), HALF_TYPES, options):
+    for d, dtype, option in cover(device, (24, 32, 40, 64), HALF_TYPES, options):
         yield Problem(batch, *lengths, heads, heads // 2, d, dtype, **option)
     if device == "cuda":  # of 192 rows
         for d, dtype, option in itertools.product((80, 96), HALF_TYPES, options):
@@ -288,7 +288,7 @@ def each_option(device: str) -> Iterator[Problem]:
         {"seqused_k": (0, 70, 1000)},
     )
     masks = (*MASKS, {"window": (33, 9)})
-    grid = itertools.product(options, PAIRS_OF_DIMS[device], lengths, masks)
+    grid = cover(device, options, PAIRS_OF_DIMS[device], lengths, masks)
     return alternate(
         Problem(3, *pair, head_dim=d, head_dim_v=dv, **option, **mask)
         for option, (d, dv), pair, mask in grid
@@ -303,7 +303,7 @@ def sinks(device: str) -> Iterator[Problem]:
         else ((24, 40),)
     )
     options = ({}, {"causal": True}, {"window": (9, 5)}, {"seqused_k": (70, 0), "dropout_p": 0.2})
-    grid = itertools.product(options, dims, ("out", "lse", "both"), HALF_TYPES)
+    grid = cover(device, options, dims, ("out", "lse", "both"), HALF_TYPES)
     for index, (option, (d, dv), loss, dtype) in enumerate(grid):
         yield Problem(
             2, 70, 90, 64, 16, d, dtype, head_dim_v=dv, sink=True, loss=loss, seed=index, **option

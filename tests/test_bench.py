@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked import run_python
 from torch import Tensor
 
 import flash_ext
@@ -61,11 +61,7 @@ def ran(cell: dict[str, Any]) -> set[str]:
 def test_the_documented_command(tmp_path: Path) -> None:
     """In a process of its own, with real times. A CPU runs it small; it writes no file."""
     command = "-m flash_ext.bench --shape 2 4096 32 128 --kv-heads 8 --causal"
-    done = subprocess.run(
-        [sys.executable, *command.split(), "--device", "cpu", "--rounds", "1"],
-        capture_output=True,
-        text=True,
-    )
+    done = run_python(*command.split(), "--device", "cpu", "--rounds", "1")
     assert done.returncode == 0, done.stderr
     assert "This is a CPU" in done.stdout and "smaller than asked for" in done.stdout
     assert "forward, bfloat16: 1 x 256, 4 heads on 1 of keys, head dim 128, causal" in done.stdout

@@ -222,6 +222,7 @@ def test_grids(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(on_grid(c.to_json()) for c in others)
     assert len(fp8) == 40 == len(fp8_cells([c.to_json() for c in fp8]))
     assert {c.direction for c in find("--set", "decode", "prefill", "fp8")} == {"forward"}
+    assert len(find("--set", "decode8", "--dtype", "bf16", "fp16")) == 12
     every = [*standard, *others, *find("--s", "4096", "--sq", "128", "--kv-heads", "4")]
     assert len({results.identity(c.to_json()) for c in every}) == len(every)
     assert all(Cell(**c.to_json()) == c for c in every)
@@ -291,6 +292,16 @@ def test_fp8_is_measured(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(r["ms"] > 0 for r in result.values())
         assert all(1e-2 < result[n]["error"] < 4e-2 for n in result if n != "flash"), "P in e4m3"
         assert result["flash"]["error"] < 1e-2, "held against the inputs before quantization"
+
+
+def test_keys_and_values_in_8_bits_are_measured(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is right by its own numbers."""
+    shapes = [{"d": 64, "seqlen": 300, "batch": 2}]
+    monkeypatch.setitem(cells.SHAPES["sets"]["decode8"], "shapes", shapes)
+    (cell,) = run(compare.main, "--set", "decode8", "--rounds", 1, "--peers", "flash")
+    result = cell["providers"]
+    assert sorted(result) == ["fa3_e4m3_kv", "fa3_int8_kv"], "fa3 itself is for GPUs"
+    assert all(r["ms"] > 0 and r["error"] < 1e-2 for r in result.values())
 
 
 OTHER_RESULTS = """

@@ -27,7 +27,7 @@ from attention_testing import (
     make_inputs,
     run,
 )
-from grids import BIAS_PATTERNS, HALF_TYPES, MASKS, alternate, every_case
+from grids import BIAS_PATTERNS, HALF_TYPES, MASKS, alternate, cover, every_case
 
 pytestmark = pytest.mark.options(bias="bhqk")
 
@@ -44,7 +44,7 @@ def patterns(device: str) -> Iterator[Problem]:
     dims = (40, *SQUARE_DIMS) if device == "cuda" else (24, 64)
     lengths = (150, 290) if device == "cuda" else (70, 130)
     masks = (*MASKS, {"window": (33, 9)})
-    grid = itertools.product(BIAS_PATTERNS, SEQUENCES.values(), ("input", "float32"))
+    grid = cover(device, BIAS_PATTERNS, tuple(SEQUENCES.values()), ("input", "float32"))
     problems = (
         Problem(
             **{"seqlen_q": lengths[0], "seqlen_k": lengths[1]} | sequences | masks[index % 3],

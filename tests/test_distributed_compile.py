@@ -21,6 +21,7 @@ if not torch.distributed.is_available():
 
 import torch.distributed as dist
 from distributed_cases import EXACT, mesh_of, run_ranks
+from grids import cover
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
@@ -79,7 +80,7 @@ def check_graphs(ranks: int, device: str) -> None:
     calls = [(method, None) for method in (*cp.METHODS, "auto")]
     if mesh is not None:
         calls = [("all_gather", mesh), ("ring", mesh), ("ulysses", None)]
-    for (method, group), mask, packed in itertools.product(calls, masks, (False, True)):
+    for (method, group), mask, packed in cover("cpu", calls, masks, (False, True)):
         torch._dynamo.reset()
         layout = "document_zigzag" if packed and mask.get("causal") else "zigzag"
         documents = torch.tensor(DOCUMENTS, dtype=torch.int32) if packed else None
@@ -142,9 +143,9 @@ def check_new_documents(ranks: int, device: str) -> None:
 
 
 def check_opcheck(ranks: int, device: str) -> None:
-    """On all ranks at once, since the ops communicate."""
+    """On all ranks at once, since the ops communicate; gradients of out, lse or both in turn."""
     across = dist.group.WORLD.group_name
-    for packed, method in itertools.product((False, True), cp.METHODS):
+    for number, (packed, method) in enumerate(itertools.product((False, True), cp.METHODS)):
         documents = torch.tensor(DOCUMENTS) if packed else None
         where = {"layout": "zigzag", "cu_seqlens": documents}
         *leaves, sink = tensors(DOCUMENTS[-1], packed, ranks, **where)
@@ -156,9 +157,9 @@ def check_opcheck(ranks: int, device: str) -> None:
         torch.library.opcheck(ops.context_parallel.default, (*leaves, *settings))
         out, lse = (x.detach() for x in ops.context_parallel(*leaves, *settings))
         saved = (*(x.detach() for x in (*leaves, out, lse)), documents, None, sink.detach())
-        for dout, dlse in ((out, lse), (out, None), (None, lse)):
-            arguments = (dout, dlse, *saved, *settings[3:])
-            torch.library.opcheck(ops.context_parallel_backward.default, arguments)
+        dout, dlse = ((out, lse), (out, None), (None, lse))[(number + packed) % 3]
+        arguments = (dout, dlse, *saved, *settings[3:])
+        torch.library.opcheck(ops.context_parallel_backward.default, arguments)
 
 
 def check_without_the_name(ranks: int, device: str) -> None:

@@ -13,7 +13,6 @@ import itertools
 import json
 import os
 import random
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +22,7 @@ from unittest import mock
 
 import pytest
 import torch
+from forked import run_python
 
 if not torch.distributed.is_available():
     pytest.skip("this torch has no distributed", allow_module_level=True)
@@ -486,6 +486,5 @@ def test_the_benchmark_runs() -> None:
     run_ranks(2, "cpu", check_benchmark)
     script = Path(__file__).resolve().parent.parent / "benchmarks" / "packings.py"
     small = ["--alone", "8", "--rank", "3", "--documents", "40", "--tokens", "2000", "--steps", "2"]
-    command = [sys.executable, str(script), *small, "--warm-up", "1"]
-    found = json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
+    found = json.loads(run_python(script, *small, "--warm-up", "1", check=True).stdout)
     assert found["ranks"] == 8 and all(x["host_ms_new"] > 0 for x in found["cells"])

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import run_python
 
 import flash_ext
 
@@ -232,10 +233,8 @@ def test_a_wheel_for_another_machine_is_made_by_its_tools(source: Path, tmp_path
     environment |= {"CUDA_HOME": str(tmp_path), "PATH": f"{tools}:{os.environ['PATH']}"}
     # An editable installation gives another --build-temp each time.
     places = ["--build-lib", str(tmp_path / "built"), "--build-temp", str(tmp_path / "again")]
-    done = subprocess.run(
-        [sys.executable, "setup.py", "-q", "build", *places],
-        cwd=source, env=os.environ | environment, capture_output=True, text=True,
-    )  # fmt: skip
+    command = ("setup.py", "-q", "build", *places)
+    done = run_python(*command, cwd=source, env=os.environ | environment)
     assert done.returncode == 0, done.stdout + done.stderr
     record = json.loads((tmp_path / "built/flash_ext/_C.json").read_text())
     assert record["platform"] == "manylinux_2_28_aarch64"

@@ -7,13 +7,12 @@ what is missing and how to get it, SDPA's layout that goes unnoticed, and alarms
 from __future__ import annotations
 
 import inspect
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from attention_testing import VARIANTS, Problem, device_unsupported_reason, fastest
+from forked import run_python
 from torch._subclasses import FakeTensorMode
 
 import flash_ext
@@ -279,19 +278,14 @@ def test_command_line_of_what_does_not_run(capsys: pytest.CaptureFixture) -> Non
 )
 def test_a_device_that_is_not_there(program: tuple) -> None:
     root = Path(flash_ext.__file__).parent.parent
-    found = subprocess.run(
-        [sys.executable, *program, "--device", "cuda"], capture_output=True, text=True, cwd=root
-    )
+    found = run_python(*program, "--device", "cuda", cwd=root)
     assert found.returncode == 2 and "Traceback" not in found.stderr
     assert "error: " in found.stderr and "--device" in found.stderr.splitlines()[-1]
 
 
 def test_run_as_a_module() -> None:
     root = Path(flash_ext.__file__).parent.parent
-    found = subprocess.run(
-        [sys.executable, "-m", "flash_ext", "--device", "cpu"],
-        check=True, capture_output=True, text=True, cwd=root,
-    )  # fmt: skip
+    found = run_python("-m", "flash_ext", "--device", "cpu", cwd=root, check=True)
     assert "flash_ext runs: fa2" in found.stdout
 
 

@@ -323,7 +323,7 @@ def test_what_is_missing_is_refused_by_name(function: str, name: str, value: Any
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"q_descale": torch.ones(2, 2)}, "q_descale must be None unless q, k and v have 8 bits"),
+        ({"q_descale": torch.ones(2, 2)}, "q_descale must be None unless q has 8 bits"),
         ({"cache_seqlens": 10}, "cache_seqlens must be 0 to 9"),
         ({"cache_seqlens": None}, "cache_seqlens must be given"),
         ({"q": torch.zeros(3, 4, 16)}, "q must be of shape"),

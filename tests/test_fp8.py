@@ -614,9 +614,9 @@ REFUSED: dict[str, tuple[str, Callable[[Arguments], Arguments]]] = {
         "k must be of q's dtype float8_e4m3fn, got bfloat16",
         lambda a: {"k": a["k"].to(torch.bfloat16)},
     ),
-    "q in bfloat16": (
-        "k must be of q's dtype bfloat16, got float8_e4m3fn",
-        lambda a: {"q": a["q"].to(torch.bfloat16)},
+    "q and v in bfloat16": (
+        "v must be of k's dtype float8_e4m3fn, got bfloat16",
+        lambda a: {n: a[n].to(torch.bfloat16) for n in "qv"},
     ),
     "v in e5m2": (
         "v must be of q's dtype float8_e4m3fn, got float8_e5m2",
@@ -641,7 +641,7 @@ REFUSED: dict[str, tuple[str, Callable[[Arguments], Arguments]]] = {
     "all in e5m2": ("q must be ", lambda a: {n: a[n].to(torch.float8_e5m2) for n in "qkv"}),
     "all in e4m3fnuz": ("q must be ", lambda a: {n: a[n].to(torch.float8_e4m3fnuz) for n in "qkv"}),
     "descales without FP8": (
-        "q_descale must be None unless q, k and v have 8 bits, got one for bfloat16",
+        "q_descale must be None unless q has 8 bits, got one for bfloat16",
         lambda a: {n: a[n].to(torch.bfloat16) for n in "qkv"} | descale("q_descale")(a),
     ),
     "out_dtype without FP8": (

@@ -16,6 +16,7 @@ import gpu_suite
 import gpu_test_report
 import pytest
 import torch
+from forked import run_python
 
 import flash_ext
 
@@ -75,10 +76,10 @@ def test_parts_of_the_gpu_tests(tmp_path: Path) -> None:
         "@pytest.mark.parametrize('gpus', (0, 99))\n"
         "def test_gpus(gpus, need_gpus): need_gpus(gpus)\n"
     )
-    command = [sys.executable, "-c", RUN_PARTS, "3"]
-    command += ["-q", "-p", "no:cacheprovider", "-s", f"--rootdir={tmp_path}", str(tmp_path)]
+    command = ["-c", RUN_PARTS, "3", "-q", "-p", "no:cacheprovider", "-s"]
+    command += [f"--rootdir={tmp_path}", str(tmp_path)]
     environment = os.environ | {"PYTHONPATH": f"{ROOT / 'tests'}{os.pathsep}{ROOT}"}
-    subprocess.run(command, env=environment, cwd=tmp_path)
+    run_python(*command, env=environment, cwd=tmp_path)
     parts = [json.loads((tmp_path / f"{i}.json").read_text()) for i in range(3)]
     passed = [part["counts"]["passed"] for part in parts]
     assert sum(passed) == 60 and min(passed) > 0

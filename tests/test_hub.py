@@ -16,6 +16,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from forked import run_python
 
 import flash_ext
 
@@ -53,13 +54,8 @@ def layout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def python(code: str, layout: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run code where nothing can be downloaded, and no flash_ext is to be found."""
     kept = {name: x for name, x in os.environ.items() if name != "PYTHONPATH"}
-    return subprocess.run(
-        [sys.executable, "-B", "-c", code, str(layout), *arguments],
-        cwd=layout,
-        env=kept | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
+    kept |= {"HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    return run_python("-c", code, layout, *arguments, cwd=layout, env=kept)
 
 
 @pytest.mark.parametrize("targets", ["80+PTX;90a", "80+PTX,90a", "80+PTX 90a;"])

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from forked import run_python
 
 pytest.importorskip("setuptools", minversion="77")
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,13 +34,8 @@ runpy.run_path("setup.py", run_name="__main__")
 
 def build(source: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     kept = {name: x for name, x in os.environ.items() if name != "CUDA_HOME"}
-    return subprocess.run(
-        [sys.executable, "-c", SETUP_WITHOUT_NVCC, "-q", "build", "--build-lib", "../lib"],
-        cwd=source,
-        env=kept | environment,
-        capture_output=True,
-        text=True,
-    )
+    arguments = ("-q", "build", "--build-lib", "../lib")
+    return run_python("-c", SETUP_WITHOUT_NVCC, *arguments, cwd=source, env=kept | environment)
 
 
 @pytest.mark.parametrize(
@@ -56,14 +52,8 @@ def test_the_reason_is_installed(source: Path, environment: dict[str, str], why:
     assert done.returncode == 0, done.stderr
     assert set(source.glob("flash_ext/**/*")) == files
     code = "import flash_ext; print(flash_ext.ops.cuda_missing)"
-    asked = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=source.parent,
-        env=os.environ | {"PYTHONPATH": "lib"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    environment = os.environ | {"PYTHONPATH": "lib"}
+    asked = run_python("-c", code, cwd=source.parent, env=environment, check=True)
     assert asked.stdout.startswith(f"not built: {why}. ")
 
 
@@ -88,14 +78,9 @@ def test_a_source_folder_that_hides_the_installation(source: Path) -> None:
     installed = source.parent / "lib" / "flash_ext"
     (installed / "_C.missing.txt").unlink()
     (installed / "_C.abi3.so").touch()
-    asked = subprocess.run(
-        [sys.executable, "-m", "flash_ext", "--device", "cpu"],
-        cwd=source,
-        env=os.environ | {"PYTHONPATH": str(installed.parent)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    environment = os.environ | {"PYTHONPATH": str(installed.parent)}
+    command = ("-m", "flash_ext", "--device", "cpu")
+    asked = run_python(*command, cwd=source, env=environment, check=True)
     assert (
         f"not in {source}/flash_ext, which Python imports in place of {installed}" in asked.stdout
     )
@@ -136,13 +121,8 @@ def test_an_nvcc_that_cannot_is_an_error(
 ) -> None:
     """Also that of conda, which has its headers elsewhere."""
     home = a_toolkit(tmp_path / "toolkit", headers, says)
-    done = subprocess.run(
-        [sys.executable, "setup.py", "-q", "build"],
-        cwd=source,
-        env=os.environ | {"CUDA_HOME": str(home)},
-        capture_output=True,
-        text=True,
-    )
+    environment = os.environ | {"CUDA_HOME": str(home)}
+    done = run_python("setup.py", "-q", "build", cwd=source, env=environment)
     assert done.returncode != 0 and why in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
 

@@ -26,7 +26,7 @@ LANES = range(32)
 
 @pytest.fixture(scope="session")
 def layouts() -> ModuleType:
-    flags = [*DEVICE_CODE, "-O0", "-Wno-invalid-offsetof", "-Wno-unused-variable"]
+    flags = [*DEVICE_CODE, "-Wno-invalid-offsetof", "-Wno-unused-variable"]
     sources = [NATIVE / "layouts.cpp", FAKE_CUDA / "device.cpp"]
     return python_module("flash_ext_layouts", sources, flags)
 
@@ -210,6 +210,113 @@ def test_accumulators_are_operands(k: int, layouts: ModuleType) -> None:
     for lane, register, e in itertools.product(LANES, range(4), (0, 1)):
         row, col = lane // 4 + 8 * (register % 2), lane % 4 * 2 + 8 * (register // 2) + e
         assert found[lane][register][e] == bfloat16(16 * row + col)
+
+
+# --- tile/bytes.cuh, kernels/fa3/decode_scales.cuh ---
+
+BYTE_WIDTHS = (64, 128, 256)
+
+
+def product(a: list, b: list) -> list[list[float]]:
+    """Of mma.m16n8k16: 16 rows times two B of 8 columns, from the registers of all lanes."""
+    left = [[0.0] * 16 for _ in range(16)]
+    right = [[0.0] * 16 for _ in range(16)]
+    for lane, register, e in itertools.product(LANES, range(4), (0, 1)):
+        g, k = lane // 4, lane % 4 * 2 + e
+        left[g + 8 * (register % 2)][k + 8 * (register // 2)] = a[lane][register][e]
+        right[k + 8 * (register % 2)][g + 8 * (register // 2)] = b[lane][register][e]
+    return [[sum(x * y for x, y in zip(row, col, strict=True)) for col in zip(*right, strict=True)]
+            for row in left]  # fmt: skip
+
+
+def added(x: list[list[float]], y: list[list[float]]) -> list[list[float]]:
+    return [[a + b for a, b in zip(*rows, strict=True)] for rows in zip(x, y, strict=True)]
+
+
+def floats(registers: list) -> list:
+    """bfloat16 in pairs, of all lanes."""
+    return [[[struct.unpack("<f", struct.pack("<I", x << 16))[0] for x in pair] for pair in lane]
+            for lane in halves(registers)]  # fmt: skip
+
+
+def integers(registers: list, is_signed: bool) -> list:
+    """What the host has in place of halves."""
+    low = 1 << 15 if is_signed else 1 << 16
+    return [[[x - (1 << 16) if x >= low else x for x in pair] for pair in lane]
+            for lane in halves(registers)]  # fmt: skip
+
+
+def random_bytes(source: random.Random, cols: int, is_signed: bool) -> tuple[bytes, list]:
+    """32 rows: as bytes, and the numbers."""
+    rows = [[source.randrange(256) for _ in range(cols)] for _ in range(32)]
+    numbers = [[x - 256 if is_signed and x > 127 else x for x in row] for row in rows]
+    return bytes(itertools.chain(*rows)), numbers
+
+
+@pytest.mark.parametrize("is_signed", (False, True))
+@pytest.mark.parametrize(("cols", "head_dim"), ((64, 64), (64, 48), (128, 128), (256, 208)))
+def test_scores_of_bytes(cols: int, head_dim: int, is_signed: bool, layouts: ModuleType) -> None:
+    """Q K^T by fragments is the product: Q's columns have the order of K's bytes."""
+    source = random.Random(cols + head_dim)
+    k, numbers = random_bytes(source, cols, is_signed)
+    q = [[source.randrange(-64, 64) for _ in range(head_dim)] for _ in range(16)]
+    given = [bfloat16(x) for x in itertools.chain(*q)]
+    a = layouts.halves_of_q(cols, given, head_dim, 3)
+    b = layouts.byte_operands(is_signed, True, cols, list(k))
+    for n in (0, 1):
+        found = [[0.0] * 16 for _ in range(16)]
+        for step in range(cols // 16):
+            operands = floats(a[step]), integers(b[step][n], is_signed)
+            found = added(found, product(*operands))
+        for row, key in itertools.product(range(16), range(16)):
+            pairs = zip(q[row], numbers[16 * n + key][:head_dim], strict=True)
+            wanted = 8 * sum(x * y for x, y in pairs)
+            assert found[row][key] == (wanted if row < 15 else 0), "the last row is no valid one"
+
+
+@pytest.mark.parametrize("is_signed", (False, True))
+@pytest.mark.parametrize("cols", BYTE_WIDTHS)
+def test_output_of_bytes(cols: int, is_signed: bool, layouts: ModuleType) -> None:
+    """P V by fragments is the product, in the columns in which results are stored."""
+    source = random.Random(cols)
+    v, numbers = random_bytes(source, cols, is_signed)
+    p = [[source.randrange(-9, 9) for _ in range(32)] for _ in range(16)]
+    b = layouts.byte_operands(is_signed, False, cols, list(v))
+    places = [(lane // 4 + 8 * (i % 2), lane % 4 * 2 + 8 * (i // 2)) for lane in LANES
+              for i in range(4)]  # fmt: skip
+    for part in range(cols // 64):
+        lanes = [[[0.0] * 4 for _ in range(8)] for _ in LANES]
+        for n in range(4):
+            found = [[0.0] * 16 for _ in range(16)]
+            for step in (0, 1):
+                a = [[p[row][16 * step + col + e] for e in (0, 1)] for row, col in places]
+                a = [a[4 * lane : 4 * lane + 4] for lane in LANES]
+                b_fragment = integers(b[step][4 * part + n], is_signed)
+                found = added(found, product(a, b_fragment))
+            for lane, half, i in itertools.product(LANES, (0, 1), range(4)):
+                row, col = lane // 4 + 8 * (i // 2), 8 * half + lane % 4 * 2 + i % 2
+                lanes[lane][2 * n + half][i] = found[row][col]
+        stored = layouts.fours(lanes)
+        for row, col in itertools.product(range(16), range(64)):
+            column = (x[64 * part + col] for x in numbers)
+            assert stored[row][col] == sum(x * y for x, y in zip(p[row], column, strict=True))
+
+
+@pytest.mark.parametrize("exponent", range(-149, 128))
+def test_rows_of_q_as_halves(exponent: int, layouts: ModuleType) -> None:
+    """The largest magnitude is near the largest half, and both factors are normal numbers."""
+    for mantissa in (1.0, 1.5, 2 - 2.0**-7):
+        largest = math.ldexp(mantissa, exponent)
+        if struct.unpack("<f", struct.pack("<f", largest))[0] != largest:
+            continue  # not a subnormal number
+        power, factor, inverse = layouts.power_to_halves(largest)
+        assert factor == 2.0**power and inverse == 2.0**-power
+        assert min(factor, inverse) >= 2.0**-126
+        assert largest * factor <= 65504
+        assert largest * factor >= 2**15 or power == 126
+    assert layouts.power_to_halves(0.0)[0] == 126
+    assert layouts.power_to_halves(65504.0)[0] == 0
+    assert layouts.power_to_halves(math.inf)[0] == -113
 
 
 # --- problem/score.cuh ---

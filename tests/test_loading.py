@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import run_python
 from torch.utils.data import DataLoader
 
 import flash_ext
@@ -39,13 +40,11 @@ print(flash_ext.explain(q, q, q))
 """
 
 
-def python(
-    code: str, path: Path, *arguments: str, **environment: str
-) -> subprocess.CompletedProcess[str]:
+def python(code: str, path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", code, *arguments],
         cwd=path,
-        env=os.environ | {"PYTHONPATH": str(path), "OMP_NUM_THREADS": "1"} | environment,
+        env=os.environ | {"PYTHONPATH": str(path), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
     )
@@ -79,7 +78,8 @@ def test_a_wrong_library_gives_one_message(
     if record is not None:
         text = record if isinstance(record, str) else json.dumps(record)
         (package / "_C.json").write_text(text)
-    done = python(ASK, package.parent)
+    environment = os.environ | {"PYTHONPATH": str(package.parent)}
+    done = run_python("-c", ASK, cwd=package.parent, env=environment)
     assert done.returncode == 0, done.stderr
     first, *explained = done.stdout.splitlines()
     assert first.startswith(says) and "pip install" in first

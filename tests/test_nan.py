@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from grids import DEVICE_AND_DIM
 
 import flash_ext
 
@@ -49,7 +50,7 @@ def assert_as_standard(
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("head_dim", (64, 128, 256))
+@pytest.mark.parametrize(("device", "head_dim"), DEVICE_AND_DIM)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", "qkv")
 def test_a_nan_stays_in_its_rows(

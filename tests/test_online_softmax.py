@@ -8,7 +8,6 @@ for a warp by one of its rows, or that starts from a tile in which a row sees no
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterator
 
@@ -25,7 +24,7 @@ from attention_testing import (
     expected_forward,
     make_inputs,
 )
-from grids import HALF_TYPES
+from grids import DEVICE_AND_DIM, HALF_TYPES, cover
 
 # The scores grow by this many powers of two from one block of keys to the next: below and above
 # what a kernel may let pass (12), what fp16 holds (16), and what float32 does (128).
@@ -66,10 +65,10 @@ def growing(
     return problem, inputs
 
 
-def cases() -> Iterator[tuple[Problem, int, int, str]]:
+def cases(device: str) -> Iterator[tuple[Problem, int, int, str]]:
     """Every step with every block, masks, head dims, types and rows in rotation."""
     dims = ((64, 32), (24, 24), (40, 40), (128, 64), *KERNEL_DIMS)
-    grid = itertools.product(STEPS, BLOCKS, WHO)
+    grid = cover(device, STEPS, BLOCKS, WHO)
     for index, (step, block, who) in enumerate(grid):
         d, dv = dims[index % len(dims)]
         yield (
@@ -90,7 +89,14 @@ def cases() -> Iterator[tuple[Problem, int, int, str]]:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize(("problem", "step", "block", "who"), list(cases()), ids=str)
+@pytest.mark.parametrize(
+    ("device", "problem", "step", "block", "who"),
+    [
+        *(("cpu", *case) for case in cases("cpu")),
+        *(pytest.param("cuda", *case, marks=pytest.mark.gpu) for case in cases("cuda")),
+    ],
+    ids=str,
+)
 def test_scores_that_grow(
     problem: Problem, step: int, block: int, who: str, variant: str, device: str
 ) -> None:
@@ -117,7 +123,7 @@ def check_forward(
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("head_dim", (64, 128, 256))
+@pytest.mark.parametrize(("device", "head_dim"), DEVICE_AND_DIM)
 @pytest.mark.parametrize("key", (0, 15, 63, 64, 127, 128, 200, 511, 599))
 @pytest.mark.parametrize("height", (15.0, 90.0, 3000.0))
 def test_one_key_above_all_others(
@@ -139,7 +145,7 @@ def one_peak(height: float, key: int, head_dim: int, device: str) -> tuple[Probl
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("head_dim", (64, 128, 256))
+@pytest.mark.parametrize(("device", "head_dim"), DEVICE_AND_DIM)
 @pytest.mark.parametrize("low", (-20.0, -200.0, -50000.0))
 def test_a_first_tile_far_below(low: float, head_dim: int, variant: str, device: str) -> None:
     """The contribution of the first tiles vanishes next to the rest; without a rest it does not."""

@@ -360,11 +360,59 @@ def test_what_is_no_decoding_step(fields: dict[str, int], native: ModuleType) ->
     assert launches[0] in [f"{name}<128, 128>" for name in names]
 
 
+@pytest.mark.parametrize("kv_8_bits", (False, True))
 @pytest.mark.parametrize("group", (1, 16, 17, 128))
-def test_no_queries_are_planned(group: int, native: ModuleType) -> None:
+def test_no_queries_are_planned(group: int, kv_8_bits: bool, native: ModuleType) -> None:
     """Tiles have at least one query, of however many heads: a division by 0 ends the process."""
-    p = problem(native, batch=2, seqlen_q=0, seqlen_k=100, heads_q=2 * group, heads_k=2)
-    assert p.forward("fa3").bytes == 0
+    sizes = {"batch": 2, "seqlen_q": 0, "seqlen_k": 100, "heads_q": 2 * group, "heads_k": 2}
+    assert problem(native, **sizes, kv_8_bits=kv_8_bits).forward("fa3").bytes == 0
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(seqlen_k=16384, heads_q=32, heads_k=8),
+        dict(seqlen_k=131072, heads_q=32, heads_k=8, batch=16),
+        dict(seqlen_k=2048, heads_q=32, heads_k=8),
+        dict(seqlen_q=4, seqlen_k=32768, heads_q=8, heads_k=1),
+        dict(seqlen_q=4, seqlen_k=8192, heads_q=8, heads_k=1, varlen=True, batch=4),
+    ],
+)
+def test_8_bit_keys_are_planned_as_half_as_many(fields: dict[str, int], native: ModuleType) -> None:
+    """The same bytes, and the same splits, as with 16 bits."""
+    dims = {"head_dim": 128, "head_dim_v": 128}
+    found = problem(native, **fields, **dims, kv_8_bits=True).forward("fa3")
+    halved = fields | {"seqlen_k": fields["seqlen_k"] // 2}
+    wanted = problem(native, **halved, **dims).forward("fa3")
+    assert found.launches == ["fa3_decode_8_bits<128, 128>"]
+    assert (found.num_splits, found.pack_gqa_log2, found.tile, found.bytes) == (
+        wanted.num_splits, wanted.pack_gqa_log2, wanted.tile, wanted.bytes
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fields", "pack_gqa_log2"),
+    [
+        (dict(seqlen_q=5000), 0),
+        (dict(seqlen_q=5000, heads_q=6), 2),
+        (dict(seqlen_q=5000, heads_q=64), 5),
+        (dict(seqlen_q=5000, heads_q=66), 0),  # 33 heads do not fit a tile
+        (dict(seqlen_q=5000, heads_q=6, alibi=True), 0),
+        (dict(seqlen_q=5000, heads_q=6, varlen=True, batch=3), 2),
+        (dict(seqlen_q=5000, heads_q=6, softcap=30.0), 2),
+    ],
+)
+def test_8_bit_keys_have_one_kernel_for_any_queries(
+    fields: dict[str, int], pack_gqa_log2: int, native: ModuleType
+) -> None:
+    fields = dict(seqlen_k=5000, heads_q=2, heads_k=2) | fields
+    for dim, padded in ((16, 64), (64, 64), (80, 128), (128, 128), (192, 256), (256, 256)):
+        plan = problem(native, **fields, head_dim=dim, head_dim_v=dim, kv_8_bits=True).forward(
+            "fa3"
+        )
+        assert plan.launches == [f"fa3_decode_8_bits<{padded}, {padded}>"]
+        if padded < 256:  # whose tiles have 16 rows
+            assert plan.pack_gqa_log2 == pack_gqa_log2
 
 
 def planned(native: ModuleType, x: Problem) -> object:
@@ -578,7 +626,7 @@ def test_fa2_computes_the_gradients_of_empty_tensors(native: ModuleType) -> None
 
 
 @pytest.mark.parametrize("head_dims", ((64, 64), (80, 112), (192, 128), (256, 16)))
-@pytest.mark.parametrize("name", ("fp8", "int8"))
+@pytest.mark.parametrize("name", ("fp8", "int8", "kv_8_bits"))
 def test_only_fa3_has_8_bits(name: str, head_dims: tuple[int, int], native: ModuleType) -> None:
     dims = dict(zip(("head_dim", "head_dim_v"), head_dims, strict=True))
     p = problem(native, seqlen_q=100, seqlen_k=100, **{name: True}, **dims)
@@ -598,10 +646,12 @@ def test_only_fa3_has_8_bits(name: str, head_dims: tuple[int, int], native: Modu
         (dict(gpu=A100), "needs a Hopper GPU (compute capability 9.0), this one has 8.0"),
     ],
 )
-@pytest.mark.parametrize("name", ("fp8", "int8"))
+@pytest.mark.parametrize("name", ("fp8", "int8", "kv_8_bits"))
 def test_no_variant_stands_in_for_8_bits(
     name: str, fields: dict[str, object], why: str, native: ModuleType
 ) -> None:
+    if name == "kv_8_bits" and not {"gpu", "head_dim_v"} & fields.keys():
+        return  # its kernel has softcap and ALiBi, and its q 16 bits
     p = problem(native, **{"seqlen_q": 100, "seqlen_k": 100, name: True, **fields})
     assert p.choose_forward("fa3") == (None, f"variant 'fa3' {why}")
     others = ", and no other variant has 8-bit inputs"
@@ -704,9 +754,7 @@ def with_gaps() -> ModuleType:
         replacement = options and re.sub(head, with_options, found[0], count=1)
         tables[table] = tables[table].replace(found[0], replacement or "")
     (home / "plan" / "tuning.h").write_text("".join(tables.values()))
-    return plan_module(
-        "plan_with_gaps", "-DFLASH_EXT_SM90A", "-fvisibility=hidden", f"-iquote{home}"
-    )
+    return plan_module("plan_with_gaps", "-DFLASH_EXT_SM90A", f"-iquote{home}")
 
 
 def test_a_kernel_lacks_what_its_table_lacks(with_gaps: ModuleType) -> None:
@@ -780,19 +828,23 @@ def test_a_plan_names_the_tile_that_runs(changed: dict[str, float], native: Modu
 def test_splits_are_forced_for_tuning_alone(tuning: bool, native: ModuleType) -> None:
     """In a process of its own: a process decides at its first call whether it is tuned."""
     code = """
-import os, test_plan
-native = test_plan.plan_module("flash_ext_plan", "-DFLASH_EXT_SM90A")
+import importlib.util, os, sys
+spec = importlib.util.spec_from_file_location("flash_ext_plan", sys.argv[1])
+native = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(native)
 for queries in (1, 300):  # in the kernel for few queries, and in the others
-    sizes = dict(seqlen_q=queries, seqlen_k=8192, heads_q=8, heads_k=8, head_dim=128)
-    p = test_plan.problem(native, **sizes)
+    p = native.Problem()
+    p.seqlen_q, p.seqlen_k, p.heads_q, p.heads_k, p.head_dim = queries, 8192, 8, 8, 128
     for splits in ("5", "3"):
         os.environ["FLASH_EXT_FORCE_SPLITS"] = splits
         print(p.forward("fa3").num_splits)
 """
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    environment |= {"FLASH_EXT_TUNE": "1"} if tuning else {}
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code, native.__file__],
+        env=os.environ | ({"FLASH_EXT_TUNE": "1"} if tuning else {}),
+        capture_output=True,
+        text=True,
+        check=True,
     )
     few, same_few, many, same_many = map(int, done.stdout.split())
     if tuning:

@@ -8,8 +8,6 @@ can run.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attention_testing import Problem, assert_bitwise_equal, make_inputs
+from forked import run_python
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -544,15 +543,16 @@ torch.testing.assert_close(model(*tensors), expected)
 def test_aot_inductor_in_a_new_process(tmp_path: Path) -> None:
     """Which only has to import flash_ext, for its library."""
     program, _ = exported("cpu")
+    quickly = {"compile_wrapper_opt_level": "O0", "precompile_headers": False}
     package = torch._inductor.aoti_compile_and_package(
-        program, package_path=str(tmp_path / "model.pt2")
+        program,
+        package_path=str(tmp_path / "model.pt2"),
+        inductor_configs={f"aot_inductor.{name}": value for name, value in quickly.items()},
     )
     tensors = qkv("cpu", 5, seqlen=40, dtype=torch.bfloat16)
     torch.save((tensors, Model()(*tensors)), tmp_path / "data.pt")
     root = Path(flash_ext.__file__).parent.parent
-    subprocess.run(
-        [sys.executable, "-c", RUN_PACKAGE, package, tmp_path / "data.pt"], check=True, cwd=root
-    )
+    run_python("-c", RUN_PACKAGE, package, tmp_path / "data.pt", check=True, cwd=root)
 
 
 # --- CUDA graphs ---

@@ -13,8 +13,6 @@ from __future__ import annotations
 import inspect
 import os
 import random
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +22,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compiled import load_host_side
+from forked import run_python
 from torch.nn.attention import SDPBackend, current_flash_attention_impl, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
@@ -200,13 +199,8 @@ sys.exit("no warnings any more")
 def test_activation_says_nothing(where):
     """The dispatcher warns of every override; other warnings are heard as before."""
     tests = Path(__file__).parent
-    found = subprocess.run(
-        [sys.executable, "-c", ACTIVATE_OVER_KERNELS, where],
-        cwd=tests.parent,
-        env=os.environ | {"PYTHONPATH": f"{tests.parent}{os.pathsep}{tests}"},
-        capture_output=True,
-        text=True,
-    )
+    environment = os.environ | {"PYTHONPATH": f"{tests.parent}{os.pathsep}{tests}"}
+    found = run_python("-c", ACTIVATE_OVER_KERNELS, where, cwd=tests.parent, env=environment)
     assert found.returncode == 0 and not found.stderr, found.stderr
 
 
@@ -258,7 +252,7 @@ def test_import_activates_nothing():
         "assert s.NAME not in list_flash_attention_impls();"
         "assert current_flash_attention_impl() is None"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    run_python("-c", code, check=True)
 
 
 @pytest.mark.parametrize("layout", SHAPES)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import run_python
 
 import flash_ext
 from flash_ext import __main__, ops
@@ -68,14 +69,10 @@ def source(source: Path) -> Path:
 @pytest.mark.parametrize("strict", (None, "0", "1"))
 def test_a_kernel_that_spills(source: Path, strict: str | None) -> None:
     kept = {name: x for name, x in os.environ.items() if name != "FLASH_EXT_STRICT"}
-    home = source.parent / "toolkit"
-    done = subprocess.run(
-        [sys.executable, "setup.py", "-q", "build", "--build-lib", "../lib"],
-        cwd=source,
-        env=kept | {"CUDA_HOME": str(home)} | ({"FLASH_EXT_STRICT": strict} if strict else {}),
-        capture_output=True,
-        text=True,
-    )
+    environment = kept | {"CUDA_HOME": str(source.parent / "toolkit")}
+    environment |= {"FLASH_EXT_STRICT": strict} if strict else {}
+    command = ("setup.py", "-q", "build", "--build-lib", "../lib")
+    done = run_python(*command, cwd=source, env=environment)
     record = source.parent / "lib/flash_ext/_C.json"
     if strict == "1":
         assert done.returncode != 0 and not record.exists()
@@ -92,14 +89,9 @@ def test_a_kernel_that_spills(source: Path, strict: str | None) -> None:
 def test_a_strict_build_after_another(source: Path) -> None:
     """The object is there and not compiled again, and its kernel still spills."""
     for strict, passes in (("0", True), ("1", False), ("1", False)):
-        done = subprocess.run(
-            [sys.executable, "setup.py", "-q", "build"],
-            cwd=source,
-            env=os.environ
-            | {"CUDA_HOME": str(source.parent / "toolkit"), "FLASH_EXT_STRICT": strict},
-            capture_output=True,
-            text=True,
-        )
+        environment = os.environ | {"CUDA_HOME": str(source.parent / "toolkit")}
+        environment |= {"FLASH_EXT_STRICT": strict}
+        done = run_python("setup.py", "-q", "build", cwd=source, env=environment)
         assert (done.returncode == 0) == passes, done.stderr
     assert "spilled" in done.stderr
 
@@ -116,13 +108,8 @@ def test_a_warning(source: Path, of_host: bool, strict: str) -> None:
     nvcc.write_text(NVCC.replace(SAID, "" if of_host else WARNED))
     (source / "csrc/plan").mkdir()
     (source / "csrc/plan/x.cpp").write_text(UNUSED if of_host else "")
-    done = subprocess.run(
-        [sys.executable, "setup.py", "-q", "build"],
-        cwd=source,
-        env=os.environ | {"CUDA_HOME": str(nvcc.parent.parent), "FLASH_EXT_STRICT": strict},
-        capture_output=True,
-        text=True,
-    )
+    environment = os.environ | {"CUDA_HOME": str(nvcc.parent.parent), "FLASH_EXT_STRICT": strict}
+    done = run_python("setup.py", "-q", "build", cwd=source, env=environment)
     assert (done.returncode == 0) == (strict == "0"), done.stderr
     assert ("unused-" if of_host else "never referenced") in done.stderr
 

@@ -11,11 +11,10 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forked import run_python
 
 from flash_ext.ops import torch_private
 
@@ -142,13 +141,8 @@ for case in sys.argv[1:]:
 def outcomes(*cases: str) -> dict[str, dict]:
     """By case, the names that are hidden, what was found: empty, nothing is hidden."""
     root = str(Path(torch_private.__file__).resolve().parents[2])
-    found = subprocess.run(
-        [sys.executable, "-c", SCRIPT, *cases],
-        env=os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    environment = os.environ | {"PYTHONPATH": root}
+    found = run_python("-c", SCRIPT, *cases, env=environment, check=True)
     return dict(json.loads(line) for line in found.stdout.splitlines())
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import subprocess
 import sys
 import types
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attention_testing import Expected, assert_accurate
+from forked import run_python
 from torch import nn
 
 transformers = pytest.importorskip("transformers", minversion="5.5", reason="needs transformers 5")
@@ -725,7 +725,7 @@ def test_import_registers_nothing():
         "assert t.NAME not in transformers.AttentionInterface();"
         "assert t.NAME not in transformers.AttentionMaskInterface()"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    run_python("-c", code, check=True)
 
 
 def check_accuracy(name: str, padding: str, dtype: torch.dtype, device: str) -> None:

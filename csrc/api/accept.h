@@ -152,13 +152,12 @@ inline bool accepts_descale(const std::optional<Tensor>& descale, const Sizes& s
     return has_shape(x, {sizes.batch, heads, last < 0 ? x.size(2) : last});
 }
 
-// What only 8-bit inputs have, and what they cannot have.
-inline bool accepts_8_bit_options(ScalarType dtype, const Sizes& sizes, const Options& options,
-                                  const Device& device) {
+// What only 8-bit inputs have, and what they cannot have. `dtype`: of q.
+inline bool accepts_8_bit_options(ScalarType dtype, ScalarType key_dtype, const Sizes& sizes,
+                                  const Options& options, const Device& device) {
     const std::optional<ScalarType>& out = options.out_dtype;
-    if (!has_8_bits(dtype))
-        return !options.q_descale && !options.k_descale && !options.v_descale &&
-               (!out || *out == dtype);
+    if (!has_8_bits(dtype) && (options.q_descale || (out && *out != dtype))) return false;
+    if (!has_8_bits(key_dtype)) return !options.k_descale && !options.v_descale;
     const auto blocks = [&](int64_t rows) {
         return sizes.varlen ? -1 : ceil_div<int64_t>(rows, kDescaleRows);
     };
@@ -171,8 +170,8 @@ inline bool accepts_8_bit_options(ScalarType dtype, const Sizes& sizes, const Op
            accepts_descale(options.v_descale, sizes, sizes.heads_k, sizes.head_dim_v, device);
 }
 
-inline bool accepts_options(ScalarType dtype, const Sizes& sizes, const Options& options,
-                            const Device& device) {
+inline bool accepts_options(ScalarType dtype, ScalarType key_dtype, const Sizes& sizes,
+                            const Options& options, const Device& device) {
     // The kernels have scale * log2(e), softcap * log2(e), its inverse and scale / softcap in
     // float32: within these bounds they are finite. And the backward pass finds tanh from P and
     // lse, whose error must be small beside the cap.
@@ -187,7 +186,7 @@ inline bool accepts_options(ScalarType dtype, const Sizes& sizes, const Options&
         !is_of(*slopes, device, ScalarType::Float, {sizes.batch, sizes.heads_q}))
         return false;
     return (!options.bias || accepts_bias(*options.bias, sizes, dtype, device)) &&
-           accepts_8_bit_options(dtype, sizes, options, device) &&
+           accepts_8_bit_options(dtype, key_dtype, sizes, options, device) &&
            is_plain_or_none(options.sink, device, ScalarType::Float, {sizes.heads_q}) &&
            options.dropout_p >= 0 && options.dropout_p < 1 &&
            (options.dropout_p == 0 ||
@@ -213,8 +212,8 @@ inline bool accepts_sizes(const Sizes& sizes) {
 inline std::optional<Sizes> sizes_of(const Tensor& q, const Tensor& k, const Tensor& v,
                                      const Options& options) {
     const auto &cu_q = options.cu_seqlens_q, &cu_k = options.cu_seqlens_k;
-    const ScalarType dtype = q.scalar_type();
-    const ScalarType dtype_v = dtype == ScalarType::Char ? ScalarType::Float8_e4m3fn : dtype;
+    const ScalarType dtype = q.scalar_type(), dtype_k = k.scalar_type();
+    const ScalarType dtype_v = dtype == ScalarType::Char ? ScalarType::Float8_e4m3fn : dtype_k;
     const Device device = q.device();
     const int64_t dims = cu_q ? 3 : 4;
     if (q.dim() != dims || k.dim() != dims || v.dim() != dims || !has_contiguous_rows(q))
@@ -229,7 +228,8 @@ inline std::optional<Sizes> sizes_of(const Tensor& q, const Tensor& k, const Ten
                       .head_dim = q.size(dims - 1),
                       .head_dim_v = v.size(dims - 1)};
     const bool agree =
-        is_of(k, device, dtype, sizes.rows(sizes.seqlen_k, sizes.heads_k, sizes.head_dim)) &&
+        (dtype_k == dtype || (has_16_bits(dtype) && has_8_bits(dtype_k))) &&
+        is_of(k, device, dtype_k, sizes.rows(sizes.seqlen_k, sizes.heads_k, sizes.head_dim)) &&
         is_of(v, device, dtype_v, sizes.rows(sizes.seqlen_k, sizes.heads_k, sizes.head_dim_v)) &&
         sizes.heads_k > 0 && sizes.heads_q % sizes.heads_k == 0 &&
         cu_q.has_value() == cu_k.has_value() &&
@@ -248,7 +248,8 @@ inline std::optional<Sizes> accept_forward(const Tensor& q, const Tensor& k, con
         (!has_16_bits(dtype) && !has_8_bits(dtype)))
         return std::nullopt;
     const std::optional<Sizes> sizes = sizes_of(q, k, v, options);
-    return sizes && accepts_sizes(*sizes) && accepts_options(dtype, *sizes, options, device)
+    return sizes && accepts_sizes(*sizes) &&
+                   accepts_options(dtype, k.scalar_type(), *sizes, options, device)
                ? sizes
                : std::nullopt;
 }
@@ -257,7 +258,7 @@ inline std::optional<Sizes> accept_forward(const Tensor& q, const Tensor& k, con
 inline std::optional<Sizes> accept_backward(const BackwardTensors& x, const Options& options) {
     const std::optional<Sizes> sizes = accept_forward(x.q, x.k, x.v, options);
     const ScalarType dtype = x.q.scalar_type();
-    if (!sizes || has_8_bits(dtype)) return std::nullopt;
+    if (!sizes || has_8_bits(x.k.scalar_type())) return std::nullopt;
     const Device device = x.q.device();
     const auto shape = sizes->rows(sizes->seqlen_q, sizes->heads_q, sizes->head_dim_v);
     const bool accepted = is_of(x.dout, device, dtype, shape) &&

@@ -67,13 +67,15 @@ ScalarType out_dtype(ScalarType dtype, const Options& options) {
 
 // Everything but the results of the pass. `operands`: q, k, v.
 void fill_params(AttentionParams& params, const Sizes& sizes, std::span<const Operand> operands,
-                 const Tensor& q, const Options& options, float max_p_factor) {
+                 const Tensor& q, ScalarType key_dtype, const Options& options,
+                 float max_p_factor) {
     const int64_t kUnlimited = BandMask::kUnlimited;
     const ScalarType dtype = q.scalar_type();
     params.q = operands[0].view();
     params.k = operands[1].view();
     params.v = operands[2].view();
     params.element_type = element_type(dtype);
+    params.key_type = element_type(key_dtype);
     params.out_type = element_type(out_dtype(dtype, options));
     params.batch = static_cast<int>(sizes.batch);
     params.seqlen_q = static_cast<int>(sizes.seqlen_q);
@@ -97,6 +99,9 @@ void fill_params(AttentionParams& params, const Sizes& sizes, std::span<const Op
         options.scale.value_or(1.0 / std::sqrt(static_cast<double>(params.head_dim))));
     params.scale_log2 = params.scale * kLog2e;
     params.softcap = static_cast<float>(options.softcap);
+    params.tanh_scale = params.scale / params.softcap;
+    params.softcap_log2 = params.softcap * kLog2e;
+    params.inverse_softcap_log2 = 1.f / params.softcap_log2;
     params.alibi_slopes = data_of<float>(options.alibi_slopes);
     if (options.alibi_slopes && options.alibi_slopes->dim() == 2)
         params.alibi_batch_stride = options.alibi_slopes->stride(0);
@@ -110,8 +115,8 @@ void fill_params(AttentionParams& params, const Sizes& sizes, std::span<const Op
     if (options.dropout_p > 0) {
         params.rng_state = data_of<int64_t>(options.rng_state);
         params.keep_threshold = static_cast<uint32_t>(
-            std::max(1.0, std::nearbyint((1.0 - options.dropout_p) * 65536.0)));
-        const float keep_scale = 65536.f / static_cast<float>(params.keep_threshold);
+            std::clamp(std::nearbyint((1.0 - options.dropout_p) * 0x1p32), 0x1p16, 0x1p32 - 1));
+        const float keep_scale = 0x1p32f / static_cast<float>(params.keep_threshold);
         params.p_factor = std::min(keep_scale, max_p_factor);
         params.late_factor = keep_scale / params.p_factor;
     }
@@ -195,7 +200,8 @@ std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, c
     const Operand operands[] = {operand("q", q), operand("k", k), operand("v", v)};
     ForwardPlan plan{};
     ForwardParams& params = plan.params;
-    fill_params(params, sizes, operands, q, options, 0x1p7f);  // P is up to 2^8, kRescaleThreshold
+    // P is up to 2^8, kRescaleThreshold.
+    fill_params(params, sizes, operands, q, k.scalar_type(), options, 0x1p7f);
     plan.variant = *choose_forward(params, operands, q, options).variant;
     const Tensor bias = make_readable(params.bias, options);
     debug_lengths(q, k, v, options);
@@ -222,7 +228,7 @@ AllGradients attention_backward(const BackwardTensors& x, const Options& options
     BackwardPlan plan{};
     BackwardParams& params = plan.params;
     const auto qkv = std::span(operands).first(3);
-    fill_params(params, *sizes, qkv, q, options, 0x1p15f);  // P is up to 1
+    fill_params(params, *sizes, qkv, q, q.scalar_type(), options, 0x1p15f);  // P is up to 1
     const Variant forward = *choose_forward(params, qkv, q, options).variant;
     params.aligned = std::ranges::all_of(operands, &Operand::is_aligned);
     const Choice choice = choose({device_of(q), params, operands}, Pass::kBackward, forward, true);
@@ -266,7 +272,7 @@ std::tuple<int64_t, int64_t, std::string, std::string> attention_check(const Ten
     const Sizes sizes = check_forward(q, k, v, options);
     const Operand operands[] = {operand("q", q), operand("k", k), operand("v", v)};
     AttentionParams params{};
-    fill_params(params, sizes, operands, q, options, 1.f);
+    fill_params(params, sizes, operands, q, k.scalar_type(), options, 1.f);
     const Choice forward = choose_forward(params, operands, q, options);
     const Choice backward =
         choose({device_of(q), params, operands}, Pass::kBackward, *forward.variant, true);

@@ -15,8 +15,8 @@ namespace flash_ext {
 
 using torch::stable::Tensor;
 
-// Is this q's dtype of 8-bit inputs, whose v is in float8_e4m3fn? (A tensor is asked for its dtype
-// once: each time costs tens of nanoseconds.)
+// Has this dtype 8 bits? If q has, v is in float8_e4m3fn; if k has and q 16, v is as k. (A tensor
+// is asked for its dtype once: each time costs tens of nanoseconds.)
 inline bool has_8_bits(torch::headeronly::ScalarType dtype) {
     using torch::headeronly::ScalarType;
     return dtype == ScalarType::Float8_e4m3fn || dtype == ScalarType::Char;

@@ -65,7 +65,7 @@ void unpack(int64_t integers, Options& options) {
 std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, int64_t, Tensor, Tensor, Tensor> node_fwd(
     const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& bias,
     double number, bool causal, bool /*return_debug_mask*/, std::optional<double> scale) {
-    if (has_8_bits(q.scalar_type()))
+    if (has_8_bits(k.scalar_type()))
         throw std::runtime_error("flash_ext: no variant has a backward for 8-bit inputs");
     Options options;
     if (number != 0) {

@@ -125,9 +125,7 @@ bool has_kernels(const Tensor& q, const Tensor& k, const Tensor& v, const Option
     if (asked == known) return true;
     const Options lengths{.cu_seqlens_q = options.cu_seqlens_q,
                           .cu_seqlens_k = options.cu_seqlens_k};
-    if (has_8_bits(q.scalar_type()) ||  // out would have another dtype
-        std::get<1>(attention_check(q, k, v, lengths)) < 0)
-        return false;
+    if (std::get<1>(attention_check(q, k, v, lengths)) < 0) return false;
     known = asked;
     return true;
 } catch (const std::exception&) {
@@ -140,6 +138,7 @@ bool runs(const Tensor& q, const Tensor& k, const Tensor& v, double dropout_p,
           const Options& options) {
     const std::optional<Sizes> sizes = sizes_of(q, k, v, options);
     if (dropout_p != 0 || !sizes || sizes->head_dim != sizes->head_dim_v) return false;
+    if (has_8_bits(k.scalar_type())) return false;  // nor does torch
     for (const Tensor* x : {&q, &k, &v})
         if (x->numel() == 0 || dense_strides(*x).back() != 1) return false;
     return has_kernels(q, k, v, options);

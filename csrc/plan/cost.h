@@ -40,7 +40,11 @@ inline int group_or_one(const AttentionParams& params) {
 
 // A row of K and one of V, or of Q and of dO.
 inline int64_t row_pair_bytes(const AttentionParams& params, HeadDims dims) {
-    return int64_t{element_bytes(params.element_type)} * (dims.qk + dims.v);
+    return int64_t{element_bytes(params.key_type)} * (dims.qk + dims.v);
+}
+// The keys that have as many bytes in 16 bits.
+inline int keys_of_16_bits(const AttentionParams& params, int keys) {
+    return ceil_div(keys * element_bytes(params.key_type), 2);
 }
 // What a query of a backward has in L2: also its row of dQ, in float32.
 inline int64_t row_pair_bytes_with_dq(const AttentionParams& params, HeadDims dims) {
@@ -225,6 +229,15 @@ inline QueryTiles few_query_tiles(const AttentionParams& params, int block_q, bo
     return {group > 1 ? params.heads_k : params.heads_q, block_q >> pack_gqa_log2, pack_gqa_log2};
 }
 
+// Tiles of block_q rows for any number of queries. Groups of heads are packed if a tile holds them.
+inline QueryTiles any_query_tiles(const AttentionParams& params, int block_q, bool may_pack_gqa) {
+    const int group = may_pack_gqa ? group_or_one(params) : 1;
+    if (group < 2 || group > block_q) return {params.heads_q, block_q};
+    int pack_gqa_log2 = 1;
+    while (1 << pack_gqa_log2 < group) ++pack_gqa_log2;
+    return {params.heads_k, block_q >> pack_gqa_log2, pack_gqa_log2};
+}
+
 // --- Splits of the keys ---
 
 // The number of splits of the keys of each Q tile, so that few tiles fill a GPU that works on
@@ -270,9 +283,9 @@ inline int sms_of_clusters(int splits, const GpuModel& gpu) {
 // the table in docs/notes/019-one-sequence.md.
 inline int decode_splits(const AttentionParams& params, const MaskSummary& mask, int64_t tiles,
                          tuning::Fa3DecodeTile tile, int ctas_per_sm, const GpuModel& gpu) {
-    const int keys = mask.keys_seen;
-    const int64_t bytes =
-        int64_t{params.batch} * keys * params.heads_k * row_pair_bytes(params, head_dims(params));
+    const int64_t bytes = int64_t{params.batch} * mask.keys_seen * params.heads_k *
+                          row_pair_bytes(params, head_dims(params));
+    const int keys = keys_of_16_bits(params, mask.keys_seen);
     // What 128 keys take in a CTA that nothing but itself limits, and if memory or L2 is the limit.
     const double alone = tile == tuning::Fa3DecodeTile::kManyRows ? 0.6 : 0.36;
     const double of_memory = bytes <= gpu.l2_share ? 0.6 : 0.95;

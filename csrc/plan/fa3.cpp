@@ -27,7 +27,7 @@ std::string fa3_unsupported_reason(const Call& call, Pass pass) {
 #endif
     AttentionParams params = call.params;
     params.aligned = true;  // in the copies of rows
-    const bool fp8 = has_8_bits(params);
+    const bool fp8 = has_8_bit_keys(params);
     const bool backward = pass == Pass::kBackward;
     if (fp8 && backward) return "has no backward for 8-bit inputs";
     for (const Operand& x : call.operands) {
@@ -45,9 +45,10 @@ std::string fa3_unsupported_reason(const Call& call, Pass pass) {
     }
     const Call copied{call.gpu, params, call.operands};
     const std::string reason =
-        backward ? table_reason(copied, tuning::kFa3Backward, tuning::kFa3BackwardWide)
-        : fp8    ? table_reason(copied, tuning::kFa3ForwardFp8)
-                 : table_reason(copied, tuning::kFa3Forward);
+        backward             ? table_reason(copied, tuning::kFa3Backward, tuning::kFa3BackwardWide)
+        : has_8_bits(params) ? table_reason(copied, tuning::kFa3ForwardFp8)
+        : fp8                ? table_reason(copied, tuning::kFa3Decode8Bits)
+                             : table_reason(copied, tuning::kFa3Forward);
     if (!reason.empty()) return reason;
     if (params.softcap > kMaxFa3Softcap) return "has no softcap above 2048";
     // The limit of epoch_counter.cuh, with the smallest tiles.
@@ -61,42 +62,50 @@ std::string fa3_unsupported_reason(const Call& call, Pass pass) {
     return "";
 }
 
-// By the kernel for few queries, if they are. The splits of a tile are a cluster, or several.
+// By the kernel for few queries, if they are, or if k and v alone have 8 bits. The splits of a tile
+// are a cluster, or several.
 bool plan_fa3_decode(ForwardPlan& plan, bool may_pack_gqa) {
     using enum tuning::Fa3DecodeTile;
     ForwardParams& params = plan.params;
     const GpuModel& gpu = plan.kernel.gpu;
     if (has_8_bits(params)) return false;
-    const auto* row = tuning::find_row(tuning::kFa3Decode, head_dims(params), options_of(params));
+    const bool bytes = has_8_bit_keys(params);
+    const OptionSet options = options_of(params);
+    const auto* row = bytes ? tuning::find_row(tuning::kFa3Decode8Bits, head_dims(params), options)
+                            : tuning::find_row(tuning::kFa3Decode, head_dims(params), options);
     if (row == nullptr) return false;
-    const HeadDims dims = row->head_dims;
+    const auto rows_of = [&](tuning::Fa3DecodeTile tile) {
+        return tuning::fa3_decode_shape(*row, tile).rows;
+    };
     const auto q_tiles_of = [&](tuning::Fa3DecodeTile tile) {
-        return few_query_tiles(params, tuning::fa3_decode_shape(dims, tile).rows, may_pack_gqa);
+        return few_query_tiles(params, rows_of(tile), may_pack_gqa);
     };
     const auto tile = q_tiles_of(kFewRows).heads > 0 ? kFewRows : kManyRows;
-    const QueryTiles q_tiles = q_tiles_of(tile);
+    QueryTiles q_tiles = q_tiles_of(tile);
+    if (bytes && q_tiles.heads == 0) q_tiles = any_query_tiles(params, rows_of(tile), may_pack_gqa);
     if (q_tiles.heads == 0) return false;
     const int64_t tiles = tile_count(params, q_tiles);
     // Many tiles with many rows: not only memory is the limit.
-    if (tile == kManyRows && 2 * tiles > gpu.sms) return false;
+    if (tile == kManyRows && 2 * tiles > gpu.sms && !bytes) return false;
 
-    const tuning::Fa3DecodeShape shape = tuning::fa3_decode_shape(dims, tile);
+    const tuning::Fa3DecodeShape shape = tuning::fa3_decode_shape(*row, tile);
     const int splits =
         forced("FLASH_EXT_FORCE_SPLITS")
             .value_or(decode_splits(params, plan.mask, tiles, tile, shape.ctas_per_sm, gpu));
-    choose_kernel(plan, tuning::kFa3Decode, options_of(params));
-    params.changes_scores = changes_scores(options_of(params));  // a branch at run time
+    plan.kernel.head_dims = row->head_dims;
+    params.changes_scores = changes_scores(options);  // a branch at run time
     params.pack_gqa_log2 = q_tiles.pack_gqa_log2;
     params.num_splits = splits;
     params.tile_order = {tile_numbers(params, params.seqlen_q, q_tiles.queries) * splits,
                          q_tiles.heads, tensor_batches(params)};
     if (decode_clusters(splits) > 1) {
         const int64_t rows = tiles * decode_clusters(splits) * shape.rows;
-        plan.workspace.reserve(params.o_partial, rows * decode_row_floats(dims.v));
+        plan.workspace.reserve(params.o_partial, rows * decode_row_floats(row->head_dims.v));
         plan.workspace.reserve(params.counters, tiles * kMaxClusterSplits);
     }
     const bool one_cta_per_sm = tiles * splits <= sms_of_clusters(splits, gpu);
-    const bool many_keys = plan.mask.keys_seen > tuning::kFewDecodeKeys * splits;
+    const bool many_keys =
+        keys_of_16_bits(params, plan.mask.keys_seen) > tuning::kFewDecodeKeys * splits;
     plan.kernel.decode_tile = tile == kFewRows && one_cta_per_sm && many_keys ? kManyKeys : tile;
     return true;
 }
@@ -105,8 +114,9 @@ void plan_fa3_forward(ForwardPlan& plan) {
     ForwardParams& params = plan.params;
     ForwardKernel& kernel = plan.kernel;
     const GpuModel& gpu = kernel.gpu;
-    // ALiBi differs between heads, and TMA needs a positive stride between them.
-    const bool may_pack_gqa = params.alibi_slopes == nullptr && params.q.head_stride > 0;
+    // ALiBi and dropout differ between heads, and TMA needs a positive stride between them.
+    const bool may_pack_gqa = params.alibi_slopes == nullptr && params.rng_state == nullptr &&
+                              params.q.head_stride > 0;
     if (plan_fa3_decode(plan, may_pack_gqa)) return;
 
     // Splits and packed GQA, by the smallest Q tiles.
@@ -157,6 +167,11 @@ cudaError_t run_fa3_forward(const ForwardPlan& plan, cudaStream_t stream) {
                 return fa3_forward_fp8<dim, dim_v>(params, kernel, stream);
             });
     }
+    if (has_8_bit_keys(params))
+        return dispatch_head_dims<tuning::kFa3Decode8Bits>(
+            kernel.head_dims, [&](auto dim, auto dim_v) {
+                return fa3_decode_8_bits<dim, dim_v>(params, kernel, stream);
+            });
     if (kernel.decode_tile)
         return dispatch_head_dims<tuning::kFa3Decode>(kernel.head_dims, [&](auto dim, auto dim_v) {
             return fa3_decode<dim, dim_v>(params, kernel, stream);

@@ -94,6 +94,9 @@ template <int kHeadDim, int kHeadDimV>
 ForwardLauncher fa3_forward;
 template <int kHeadDim, int kHeadDimV>
 ForwardLauncher fa3_decode;
+// With k and v in kFloat8 or kInt8, and q in 16 bits.
+template <int kHeadDim, int kHeadDimV>
+ForwardLauncher fa3_decode_8_bits;
 // With q and k in kFloat8 or kInt8, and v in kFloat8.
 template <int kHeadDim, int kHeadDimV>
 ForwardLauncher fa3_forward_fp8;

@@ -121,7 +121,7 @@ Choice choose(const Call& call, Pass pass, Variant variant, bool may_stand_in) {
         if (reason.empty()) return {variant, why, copied};
         why = text("variant '", name_of(variant), "' ", reason);
         if (!may_stand_in || !row.stand_in) return {std::nullopt, why};
-        if (has_8_bits(call.params))
+        if (has_8_bit_keys(call.params))
             return {std::nullopt, why + ", and no other variant has 8-bit inputs"};
         variant = *row.stand_in;
     }

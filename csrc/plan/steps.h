@@ -41,7 +41,7 @@ std::string table_reason(const Call& call, const Tables&... tables) {
     const OptionSet needed = options_of(call.params);
     for (const auto& [name, option] : kOptions)
         if (contains(needed, option) && !(tuning::find_row(tables, {}, option) || ...))
-            return text("has no ", name, has_8_bits(call.params) ? " with 8-bit inputs" : "");
+            return text("has no ", name, has_8_bit_keys(call.params) ? " with 8-bit inputs" : "");
     const HeadDims dims = head_dims(call.params);
     if ((tuning::find_row(tables, dims, needed) || ...)) return "";
     return text("has no kernel for head dimensions ", dims.qk, " and ", dims.v,
@@ -100,7 +100,7 @@ struct MmaKernels {
 
     // Some GPUs (compute capability 8.6, 8.9, 12.x) have less shared memory than the A100.
     static std::string unsupported_reason(const Call& call, Pass pass) {
-        if (has_8_bits(call.params)) return "has no 8-bit inputs";
+        if (has_8_bit_keys(call.params)) return "has no 8-bit inputs";
         const bool forward = pass == Pass::kForward;
         const std::string reason =
             forward ? table_reason(call, kForwardTable) : table_reason(call, kBackwardTable);

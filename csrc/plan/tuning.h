@@ -49,9 +49,12 @@ constexpr Row row_of(const Row (&table)[kRows], HeadDims dims) {
 inline constexpr OptionSet kDense = OptionSet::kNone;
 inline constexpr OptionSet kVarlen = OptionSet::kVarlen;
 inline constexpr OptionSet kVarlenSplits = OptionSet::kVarlen | OptionSet::kSplits;
-// FA3 has neither bias nor dropout, and TMA needs aligned rows.
+// FA3 has no bias, and TMA needs aligned rows.
+inline constexpr OptionSet kFa3Softcap = kVarlenSplits | OptionSet::kSoftcap;
+inline constexpr OptionSet kFa3Alibi = kVarlenSplits | OptionSet::kAlibi;
+inline constexpr OptionSet kFa3Dropout = kVarlenSplits | OptionSet::kDropout;
 inline constexpr OptionSet kFa3Scores =
-    kVarlenSplits | OptionSet::kSmallScale | OptionSet::kSoftcap | OptionSet::kAlibi;
+    kVarlenSplits | OptionSet::kRareScale | OptionSet::kSoftcap | OptionSet::kAlibi;
 inline constexpr OptionSet kAllOptions =
     kFa3Scores | OptionSet::kBias | OptionSet::kDropout | OptionSet::kUnaligned;
 
@@ -63,15 +66,16 @@ struct Fa1ForwardRow {
     HeadDims head_dims;
     OptionSets options = kFa1Options;
     int block_q;
-    int block_kv;        // with three teams, where shared memory suffices (227 KB, Hopper)
+    int block_kv;  // where shared memory suffices (227 KB, Hopper), and the teams for it
+    int teams;
     int small_block_kv;  // with two, otherwise (163 KB, A100; at 64 99 KB, 8.6, 8.9 and 12.x)
 };
 
 // FA1 is there to be read and compared, so it has kernels for few pairs only.
 inline constexpr Fa1ForwardRow kFa1Forward[] = {
-    {.head_dims = {64, 64}, .block_q = 32, .block_kv = 256, .small_block_kv = 64},
-    {.head_dims = {128, 128}, .block_q = 32, .block_kv = 192, .small_block_kv = 128},
-    {.head_dims = {256, 256}, .block_q = 16, .block_kv = 128, .small_block_kv = 64},
+    {.head_dims = {64, 64}, .block_q = 32, .block_kv = 256, .teams = 3, .small_block_kv = 64},
+    {.head_dims = {128, 128}, .block_q = 32, .block_kv = 256, .teams = 2, .small_block_kv = 128},
+    {.head_dims = {256, 256}, .block_q = 16, .block_kv = 128, .teams = 3, .small_block_kv = 64},
 };
 
 // --- FA2, forward ---
@@ -162,10 +166,14 @@ struct Fa3Costs {
     Fa3Cost differ{};
 };
 
-// Kernels that change scores take twice as long to compile. Models with softcap or ALiBi have head
-// dims 64, 128 and 256: at others such calls are padded further.
+// Kernels with options take twice as long to compile. Models with softcap or ALiBi have head dims
+// 64, 128 and 256, with dropout 64 and 128: at others such calls are padded further. The last set
+// is for rare calls: both softcap and ALiBi, or a rare scale.
 inline constexpr OptionSets kFa3ForwardOptions{2, {kVarlen, kVarlenSplits}};
-inline constexpr OptionSets kFa3ForwardAllOptions{3, {kVarlen, kVarlenSplits, kFa3Scores}};
+inline constexpr OptionSets kFa3ForwardAllOptions{
+    6, {kVarlen, kVarlenSplits, kFa3Softcap, kFa3Alibi, kFa3Dropout, kFa3Scores}};
+inline constexpr OptionSets kFa3ForwardWideOptions{
+    4, {kVarlen, kVarlenSplits, kFa3Softcap, kFa3Scores}};
 
 struct Fa3ForwardRow {
     HeadDims head_dims;
@@ -206,15 +214,15 @@ inline constexpr Fa3ForwardRow kFa3Forward[] = {
     {.head_dims = {192, 128}, .usual = {.block_kv = 96, .k_stages = 2, .v_stages = 2}},
     {.head_dims = {192, 192}, .usual = {.block_kv = 64, .k_stages = 2, .v_stages = 2}},
     {.head_dims = {256, 256},
-     .options = kFa3ForwardAllOptions,
+     .options = kFa3ForwardWideOptions,
      .usual = {.block_kv = 64, .q_stages = 1, .k_stages = 3, .v_stages = 2}},
 };
 
 constexpr Fa3ForwardShape fa3_forward_shape(HeadDims dims, OptionSet options, Fa3ForwardTile tile) {
     Fa3ForwardRow row = row_of(kFa3Forward, dims);
     // A tile of few rows leaves a consumer without any, which skips what the other one computes. A
-    // kernel that changes scores is the same with and without splits.
-    if (contains(options, OptionSet::kSplits) && !changes_scores(options))
+    // kernel with options is the same with and without splits.
+    if (contains(options, OptionSet::kSplits) && !visits_elements(options))
         row.small_q.ping_pong = false;
     return tile == Fa3ForwardTile::kSmallQ     ? row.small_q
            : tile == Fa3ForwardTile::kLongKeys ? row.long_keys
@@ -263,14 +271,27 @@ inline constexpr Fa3DecodeRow kFa3Decode[] = {
     {.head_dims = {256, 256}, .few_rows = {.stages = 1}},
 };
 
-constexpr Fa3DecodeShape fa3_decode_shape(HeadDims dims, Fa3DecodeTile tile) {
-    const Fa3DecodeRow row = row_of(kFa3Decode, dims);
+// With K and V in 8 bits. A block of 32 keys has as many bytes as 16 in 16 bits, so the numbers are
+// the same. Other head dims are padded: columns that are zeros are not read.
+inline constexpr Fa3DecodeRow kFa3Decode8Bits[] = {
+    {.head_dims = {64, 64},
+     .few_rows = {.stages = 3, .ctas_per_sm = 2},
+     .many_keys = {.warps = 16, .stages = 3},
+     .many_rows = {.rows = 32, .stages = 4}},
+    {.head_dims = {128, 128},
+     .few_rows = {.stages = 1, .ctas_per_sm = 2},
+     .many_keys = {.warps = 16, .stages = 1},
+     .many_rows = {.rows = 32, .stages = 2}},
+    {.head_dims = {256, 256}, .few_rows = {.stages = 1}},
+};
+
+constexpr Fa3DecodeShape fa3_decode_shape(const Fa3DecodeRow& row, Fa3DecodeTile tile) {
     return tile == Fa3DecodeTile::kManyRows   ? row.many_rows
            : tile == Fa3DecodeTile::kManyKeys ? row.many_keys
                                               : row.few_rows;
 }
 
-// The most keys of a split for which few warps are better than many.
+// The most keys of a split for which few warps are better than many; of 8 bits twice as many.
 inline constexpr int kFewDecodeKeys = 512;
 
 // --- FA3, forward of FP8 ---
@@ -344,7 +365,7 @@ struct Fa1BackwardRow {
 };
 
 inline constexpr Fa1BackwardRow kFa1Backward[] = {
-    {.head_dims = {64, 64}, .plain = {.block_q = 32, .keys_per_warp = 16, .warps_kv = 8}},
+    {.head_dims = {64, 64}, .plain = {.block_q = 64, .keys_per_warp = 16, .warps_kv = 8}},
     {.head_dims = {128, 128},
      .plain = {.block_q = 32, .keys_per_warp = 32, .warps_kv = 4, .warps_d = 2}},
     {.head_dims = {256, 256},
@@ -435,7 +456,7 @@ struct Fa3BackwardShape {
     // kernel for softcap and ALiBi at d 128 it costs 1 to 4 % (with softcap).
     constexpr bool ping_pong() const { return overlap <= kByMatmulEarly; }
     // lse and delta are added to S and dP by a matmul (StatisticsRow), if that is faster than to
-    // load them into registers and to subtract them. Not with kFa3Scores.
+    // load them into registers and to subtract them. Not with options.
     constexpr bool by_matmul() const { return overlap == kByMatmul || overlap == kByMatmulEarly; }
     // All exponentials run beside dP, which ptxas does not do by itself.
     constexpr bool early_exponentials() const {
@@ -447,7 +468,11 @@ struct Fa3BackwardShape {
 };
 
 inline constexpr OptionSets kFa3BackwardOptions{1, {kVarlen}};
-inline constexpr OptionSets kFa3BackwardAllOptions{2, {kVarlen, kFa3Scores}};
+inline constexpr OptionSets kFa3BackwardAllOptions{
+    5, {kVarlen, kFa3Softcap, kFa3Alibi, kFa3Dropout, kFa3Scores}};
+// At 64 there are no registers for dropout: it is padded to 128. Nor is ALiBi common at 256.
+inline constexpr OptionSets kFa3BackwardScores{4, {kVarlen, kFa3Softcap, kFa3Alibi, kFa3Scores}};
+inline constexpr OptionSets kFa3BackwardWideOptions{3, {kVarlen, kFa3Softcap, kFa3Scores}};
 
 // For heads whose dQ is summed in HBM. Tiles of 80 queries pay when Q, dO and dQ of a head no
 // longer stay in L2; up to 32,768 queries both are level.
@@ -468,7 +493,7 @@ inline constexpr Fa3BackwardRow kFa3Backward[] = {
                .transpose_dq = false,
                .dq_registers = Fa3DQRegisters::kOwn}},
     {.head_dims = {64, 64},
-     .options = kFa3BackwardAllOptions,
+     .options = kFa3BackwardScores,
      .usual = {.block_q = 128,
                .q_stages = 3,
                .overlap = kByMatmul,
@@ -488,7 +513,7 @@ inline constexpr int kManyQueries = 16384;
 
 constexpr Fa3BackwardShape fa3_backward_shape(HeadDims dims, OptionSet options, bool many_queries) {
     Fa3BackwardRow row = row_of(kFa3Backward, dims);
-    if (!changes_scores(options)) return many_queries ? row.many_queries : row.usual;
+    if (!visits_elements(options)) return many_queries ? row.many_queries : row.usual;
     row.usual.overlap = row.with_options;
     return row.usual;
 }
@@ -507,7 +532,7 @@ inline constexpr Fa3BackwardWideRow kFa3BackwardWide[] = {
     {.head_dims = {192, 128}, .pool_pairs = 3, .k_stages = 3, .v_stages = 2, .dq_gemm_stages = 5},
     {.head_dims = {192, 192}, .pool_pairs = 3, .k_stages = 3, .v_stages = 2, .dq_gemm_stages = 5},
     {.head_dims = {256, 256},
-     .options = kFa3BackwardAllOptions,
+     .options = kFa3BackwardWideOptions,
      .pool_pairs = 2,
      .k_stages = 2,
      .v_stages = 1,

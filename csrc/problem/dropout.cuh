@@ -1,9 +1,11 @@
 // Dropout's mask, a pure function of (seed, offset, batch, head, row, column): the same bits in
 // every variant, in forward and backward, on GPU and CPU (flash_ext/dropout.py).
 //
-// Philox4x32-10 (Salmon et al., SC 2011) yields eight 16-bit numbers a call. One call serves the
-// eight elements of a 16x16 block that one lane of mma.m16n8k16's accumulator layout holds: rows r
-// and r + 8, columns 2 c, 2 c + 1, 2 c + 8 and 2 c + 9.
+// Philox4x32-7 (Salmon et al., SC 2011) yields four words a call, for the elements of two 16x16
+// blocks side by side that one lane of mma.m16n8k16's accumulator layout holds: rows r and r + 8,
+// columns 2 c, 2 c + 1 and those 8, 16 and 24 further. A word serves four elements, 8 rows and 8
+// columns apart: these are also what a lane holds of the transposed block. Their numbers are the
+// word rotated by 0, 8, 16 and 24 bits (docs/notes/031-options.md).
 #pragma once
 
 #include <cstdint>
@@ -14,16 +16,11 @@ namespace flash_ext {
 
 struct Philox4 {
     uint32_t v[4];
-
-    // The idx-th of the eight 16-bit numbers.
-    FLASH_HOST_DEVICE constexpr uint32_t half(int idx) const {
-        return (v[idx / 2] >> (16 * (idx % 2))) & 0xffffu;
-    }
 };
 
-FLASH_HOST_DEVICE constexpr Philox4 philox4x32_10(uint32_t c0, uint32_t c1, uint32_t c2,
-                                                  uint32_t c3, uint32_t key0, uint32_t key1) {
-    for (int round = 0; round < 10; ++round) {
+FLASH_HOST_DEVICE constexpr Philox4 philox4x32_7(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3,
+                                                 uint32_t key0, uint32_t key1) {
+    for (int round = 0; round < 7; ++round) {
         const uint64_t p0 = static_cast<uint64_t>(0xD2511F53u) * c0;
         const uint64_t p1 = static_cast<uint64_t>(0xCD9E8D57u) * c2;
         c0 = static_cast<uint32_t>(p1 >> 32) ^ c1 ^ key0;
@@ -52,18 +49,23 @@ struct DropoutMask {
           offset(static_cast<uint32_t>(offset_)),
           keep_threshold(threshold) {}
 
-    // Random numbers of rows row, row ^ 8 and columns col, col ^ 1, col ^ 8, col ^ 9.
-    FLASH_HOST_DEVICE constexpr Philox4 block(int row, int col) const {
-        return philox4x32_10(col / 16 * 4 + col % 8 / 2, row / 16 * 8 + row % 8, head, offset, key0,
-                             key1);
+    // The words of rows row and row ^ 8, and of columns col, col ^ 1 and those 8, 16 and 24 further
+    // in their 32: word_of() says which is whose.
+    FLASH_HOST_DEVICE constexpr Philox4 words(int row, int col) const {
+        return philox4x32_7(col / 32 * 4 + col % 8 / 2, row / 16 * 8 + row % 8, head, offset, key0,
+                            key1);
     }
+    static FLASH_HOST_DEVICE constexpr int word_of(int col) { return col / 16 % 2 * 2 + col % 2; }
 
-    static FLASH_HOST_DEVICE constexpr int index(int row, int col) {
-        return row / 8 % 2 * 4 + col / 8 % 2 * 2 + col % 2;
+    // Is the element kept that is in the second half of the 16 rows, or of the 16 columns, or not?
+    FLASH_HOST_DEVICE constexpr bool keep(uint32_t word, int row_half, int col_half) const {
+        const int bits = 8 * (2 * row_half + col_half);
+        const uint32_t number = bits == 0 ? word : word << bits | word >> (32 - bits);
+        return number < keep_threshold;
     }
 
     FLASH_HOST_DEVICE constexpr bool keep(int row, int col) const {
-        return block(row, col).half(index(row, col)) < keep_threshold;
+        return keep(words(row, col).v[word_of(col)], row / 8 % 2, col / 8 % 2);
     }
 };
 

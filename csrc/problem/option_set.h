@@ -11,7 +11,7 @@ enum class OptionSet : unsigned {
     kVarlen = 1 << 0,
     kSplits = 1 << 1,  // of the keys; in FA3 packed GQA, too
     // Of the scores:
-    kSmallScale = 1 << 2,  // below kMinScale, or not positive
+    kRareScale = 1 << 2,  // see has_rare_scale()
     kSoftcap = 1 << 3,
     kAlibi = 1 << 4,
     kBias = 1 << 5,
@@ -34,14 +34,27 @@ constexpr OptionSet only_if(bool condition, OptionSet x) {
 // Otherwise the scale is a factor of exponents.
 constexpr bool changes_scores(OptionSet set) {
     using enum OptionSet;
-    return (set & (kSmallScale | kSoftcap | kAlibi | kBias)) != kNone;
+    return (set & (kRareScale | kSoftcap | kAlibi | kBias)) != kNone;
+}
+
+// Does the softcap alone change the scores? Then ScoreFunction returns its tanh, and the cap is a
+// factor of exponents, as the scale is without a softcap.
+constexpr bool only_softcap(OptionSet set) {
+    using enum OptionSet;
+    return (set & (kRareScale | kSoftcap | kAlibi | kBias)) == kSoftcap;
+}
+
+// Does a kernel for these options visit the elements of its tiles between matmuls and softmax,
+// which takes registers?
+constexpr bool visits_elements(OptionSet set) {
+    return changes_scores(set) || contains(set, OptionSet::kDropout);
 }
 
 // The sets that a kernel is instantiated for. A call takes the first one that contains its options,
 // so a set comes after the sets that it contains.
 struct OptionSets {
     int count;
-    OptionSet sets[4];
+    OptionSet sets[6];
 
     // The index of the set for these options, or -1.
     constexpr int index_for(OptionSet needed) const {

@@ -66,22 +66,27 @@ struct AttentionParams {
 
     // Scores.
     float scale;
-    float scale_log2;                     // scale * log2(e)
-    float softcap = 0.f;                  // 0: none
+    float scale_log2;     // scale * log2(e)
+    float softcap = 0.f;  // 0: none
+    // Of a softcap: scale / softcap, softcap * log2(e), and the inverse of this.
+    float tanh_scale;
+    float softcap_log2;
+    float inverse_softcap_log2;
     const float* alibi_slopes = nullptr;  // (Hq) or (B, Hq)
     int64_t alibi_batch_stride = 0;
     Bias bias;
     const float* sink = nullptr;  // (Hq)
 
-    // Of 8-bit inputs.
+    // Of 8-bit inputs; q's if it has 8 bits, too.
     Descale q_descale;     // (B, Hk) or (B, Hq, blocks)
     Descale k_descale;     // (B, Hk) or (B, Hk, blocks)
     Descale v_descale;     // (B, Hk) or (B, Hk, Dv)
-    ElementType out_type;  // of out; that of the inputs unless they have 8 bits
+    ElementType out_type;  // of out; that of q unless q has 8 bits
+    ElementType key_type;  // of k; that of q unless k and v have 8 bits, and q 16
 
-    // Dropout, see dropout.cuh. A keep_threshold of 65536 drops nothing.
-    const int64_t* rng_state = nullptr;  // (2): seed, offset
-    uint32_t keep_threshold = 1u << 16;
+    // Dropout, see dropout.cuh.
+    const int64_t* rng_state = nullptr;  // (2): seed, offset; null: none
+    uint32_t keep_threshold;
     // The factor of entries that are kept, 1 / (1 - p), is the product of these. P has the first
     // one when it is rounded: without it, small P would lose digits in fp16, with all of it the
     // largest could overflow.
@@ -106,23 +111,35 @@ FLASH_HOST_DEVICE bool is_varlen(const AttentionParams& params) {
     return params.cu_seqlens_q != nullptr || params.seqused_k != nullptr;
 }
 
+// Does q have 8 bits? Then k and v do, too.
 FLASH_HOST_DEVICE bool has_8_bits(const AttentionParams& params) {
     return element_bytes(params.element_type) == 1;
+}
+FLASH_HOST_DEVICE bool has_8_bit_keys(const AttentionParams& params) {
+    return element_bytes(params.key_type) == 1;
 }
 
 // The least scale of kernels that multiply scores by it after masking, or divide lse by it.
 inline constexpr float kMinScale = 1e-30f;
 
-// The options that the call asks for. 8-bit kernels take any scale.
+// The largest softcap whose tanh one instruction computes well enough.
+inline constexpr float kMaxTanhSoftcap = 64.f;
+
+// A scale or a softcap that is tiny, a scale that is not positive, or a large softcap. 8-bit
+// kernels take any scale.
+inline bool has_rare_scale(const AttentionParams& params) {
+    const float cap = params.softcap != 0.f ? params.softcap : 1.f;
+    return (min_of(params.scale, cap) < kMinScale || cap > kMaxTanhSoftcap) && !has_8_bits(params);
+}
+
+// The options that the call asks for.
 inline OptionSet options_of(const AttentionParams& params) {
     using enum OptionSet;
-    return only_if(is_varlen(params), kVarlen) |
-           only_if(params.scale < kMinScale && !has_8_bits(params), kSmallScale) |
+    return only_if(is_varlen(params), kVarlen) | only_if(has_rare_scale(params), kRareScale) |
            only_if(params.softcap != 0.f, kSoftcap) |
            only_if(params.alibi_slopes != nullptr, kAlibi) |
            only_if(params.bias.data != nullptr, kBias) |
-           only_if(params.keep_threshold < (1u << 16), kDropout) |
-           only_if(!params.aligned, kUnaligned);
+           only_if(params.rng_state != nullptr, kDropout) | only_if(!params.aligned, kUnaligned);
 }
 
 // The factor from scores of 16-bit inputs to exponents of 2. Kernels that change scores scale them

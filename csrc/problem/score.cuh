@@ -14,6 +14,24 @@
 
 namespace flash_ext {
 
+// The scale of scores that include it.
+struct Unscaled {
+    FLASH_DEVICE constexpr operator float() const { return 1.f; }
+};
+
+// The factor from scores to exponents of 2. A kernel that changes scores multiplies them before it
+// masks them (the scale may be zero or negative), the others inside the exponent.
+template <OptionSet kOptions>
+FLASH_DEVICE auto exponent_scale(const AttentionParams& params) {
+    if constexpr (only_softcap(kOptions)) {
+        return params.softcap_log2;
+    } else if constexpr (changes_scores(kOptions)) {
+        return Unscaled{};
+    } else {
+        return params.scale_log2;
+    }
+}
+
 // The score of (query i, key j) is, in this order and in base 2,
 //     s = scale q_i k_j,  s = c tanh(s / c) with softcap c,
 //     s -= slope |i + seqlen_k - seqlen_q - j| with ALiBi,  s += bias_ij.
@@ -27,10 +45,14 @@ struct ScoreFunction {
 
     template <class Scores>
     FLASH_DEVICE void apply(Scores& s, int first_row, int first_col) const {
-        if (!contains(kOptions, OptionSet::kSoftcap) || params.softcap == 0.f) {
-            s.scale(params.scale_log2);
-        } else {
+        if constexpr (only_softcap(kOptions)) {
+            // By one instruction. Its relative error is at most 2^-11, and so the absolute one of a
+            // score kMaxTanhSoftcap / 2^11 (docs/notes/031-options.md).
+            s.map([&](float x) { return ptx::tanh(params.tanh_scale * x); });
+        } else if (contains(kOptions, OptionSet::kSoftcap) && params.softcap != 0.f) {
             apply_softcap(s);
+        } else {
+            s.scale(params.scale_log2);
         }
         add_offsets(s, first_row, first_col, 1.f);
     }
@@ -41,7 +63,6 @@ struct ScoreFunction {
     template <class Scores, class LseOfQuery>
     FLASH_DEVICE void softcap_gradient(Scores& ds, const Scores& p, int first_row, int first_col,
                                        LseOfQuery lse_of) const {
-        const float inverse_cap = 1.f / (params.softcap * kLog2e);
 #pragma unroll
         for (int m = 0; m < Scores::kM; ++m)
 #pragma unroll
@@ -56,7 +77,7 @@ struct ScoreFunction {
                 add_offsets(t, first_row + 16 * m, first_col + 8 * n, -1.f);
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    const float tanh = t.v[0][0][i] * inverse_cap;
+                    const float tanh = t.v[0][0][i] * params.inverse_softcap_log2;
                     float& x = ds.v[m][n][i];
                     x = p.v[m][n][i] == 0.f ? 0.f : x * (1.f - tanh * tanh);
                 }
@@ -69,8 +90,8 @@ struct ScoreFunction {
     template <class Scores>
     FLASH_DEVICE void apply_softcap(Scores& s) const {
         constexpr float kTwoLog2e = 2.f * kLog2e;
-        const float exponent = kTwoLog2e * (params.scale / params.softcap);
-        const float cap = params.softcap * kLog2e;
+        const float exponent = kTwoLog2e * params.tanh_scale;
+        const float cap = params.softcap_log2;
         const float first = cap / kTwoLog2e;
         const float third = first * (-1.f / 3.f / (kTwoLog2e * kTwoLog2e));
         const float fifth = third * (-2.f / 5.f / (kTwoLog2e * kTwoLog2e));
@@ -292,47 +313,55 @@ FLASH_DEVICE DropoutMask dropout_mask(const AttentionParams& params, const Seque
 }
 
 // visit(m, n, i, keep) for every element of a tile whose rows are queries and columns keys.
-// first_query and first_key are multiples of 16.
+// first_query is a multiple of 16, first_key of 32, or of 16 if the tile has 16 columns.
 template <class Scores, class Visit>
 FLASH_DEVICE void for_each_keep(const DropoutMask& mask, int first_query, int first_key,
                                 Visit visit) {
+    constexpr bool kHalf = Scores::kCols == 16;
+    static_assert(kHalf || Scores::kCols % 32 == 0);
 #pragma unroll
     for (int m = 0; m < Scores::kM; ++m)
 #pragma unroll
-        for (int block = 0; block < Scores::kN / 2; ++block) {
+        for (int n = 0; n < Scores::kN; n += 4) {
             const Philox4 random =
-                mask.block(first_query + 16 * m + lane_row(), first_key + 16 * block + lane_col());
+                mask.words(first_query + 16 * m + lane_row(), first_key + 8 * n + lane_col());
 #pragma unroll
-            for (int idx = 0; idx < 8; ++idx)  // DropoutMask::index: row half, column half, parity
-                visit(m, 2 * block + idx / 2 % 2, idx / 4 * 2 + idx % 2,
-                      random.half(idx) < mask.keep_threshold);
+            for (int col = 0; col < min_of(4, Scores::kN); ++col)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {  // row half, column parity
+                    const uint32_t word = kHalf && first_key / 16 % 2 != 0
+                                              ? random.v[2 + i % 2]
+                                              : random.v[col / 2 * 2 + i % 2];
+                    visit(m, n + col, i, mask.keep(word, i / 2, col % 2));
+                }
         }
 }
 
-// The same for a tile whose rows are keys and columns queries.
+// The same for a tile whose rows are keys and columns queries; both begin at multiples of 16. A
+// word has the elements of a lane's rows and of one of its columns; two lanes of rows side by side
+// share the call, and so each makes it for one of two columns.
 template <class Scores, class Visit>
 FLASH_DEVICE void for_each_keep_transposed(const DropoutMask& mask, int first_key, int first_query,
                                            Visit visit) {
-    const int key_parity = lane_row() % 2;
+    const int parity = lane_row() % 2;
 #pragma unroll
     for (int m = 0; m < Scores::kM; ++m)
 #pragma unroll
-        for (int block = 0; block < Scores::kN / 2; ++block)
+        for (int n = 0; n < Scores::kN; n += 2) {
+            const int key = first_key + 16 * m + lane_row();
+            const Philox4 random = mask.words(first_query + 8 * n + lane_col() + parity, key);
+            const bool second = key / 16 % 2 != 0;  // the same for all lanes
+            const uint32_t even = second ? random.v[2] : random.v[0];
+            const uint32_t odd = second ? random.v[3] : random.v[1];
+            const uint32_t own = parity == 0 ? even : odd;
+            const uint32_t other = __shfl_xor_sync(0xffffffff, parity == 0 ? odd : even, 4);
+            const uint32_t words[2] = {parity == 0 ? own : other, parity == 0 ? other : own};
 #pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                const Philox4 random = mask.block(first_query + 16 * block + lane_col() + e,
-                                                  first_key + 16 * m + lane_row());
+            for (int half = 0; half < 2; ++half)
 #pragma unroll
-                for (int query_half = 0; query_half < 2; ++query_half)
-#pragma unroll
-                    for (int key_half = 0; key_half < 2; ++key_half) {
-                        const int idx = query_half * 4 + key_half * 2;
-                        const uint32_t number =
-                            key_parity == 0 ? random.half(idx) : random.half(idx + 1);
-                        visit(m, 2 * block + query_half, 2 * key_half + e,
-                              number < mask.keep_threshold);
-                    }
-            }
+                for (int i = 0; i < 4; ++i)  // key half, parity of the query
+                    visit(m, n + half, i, mask.keep(words[i % 2], half, i / 2));
+        }
 }
 
 }  // namespace flash_ext

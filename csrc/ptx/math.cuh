@@ -47,6 +47,13 @@ FLASH_DEVICE float rcp(float x) {
     return y;
 }
 
+// tanh(x), with a relative error of 2^-11 at most.
+FLASH_DEVICE float tanh(float x) {
+    float y;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 // Ones in bits [begin, begin + width), clipped to 32 bits.
 FLASH_DEVICE uint32_t bit_range(uint32_t begin, uint32_t width) {
     uint32_t bits;
@@ -87,6 +94,23 @@ FLASH_DEVICE uint32_t pack_e4m3(float x0, float x1, float x2, float x3) {
         : "=r"(packed)
         : "f"(x0), "f"(x1), "f"(x2), "f"(x3));
     return packed;
+}
+
+// Four numbers of e4m3 as halves, exactly: the first two, then the others.
+FLASH_DEVICE void unpack_e4m3(uint32_t packed, uint32_t& first, uint32_t& second) {
+    asm("{ .reg .b16 low, high;\n"
+        "mov.b32 {low, high}, %2;\n"
+        "cvt.rn.f16x2.e4m3x2 %0, low;\n"
+        "cvt.rn.f16x2.e4m3x2 %1, high; }"
+        : "=r"(first), "=r"(second)
+        : "r"(packed));
+}
+
+// x - y of two halves.
+FLASH_DEVICE uint32_t sub_halves(uint32_t x, uint32_t y) {
+    uint32_t difference;
+    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(difference) : "r"(x), "r"(y));
+    return difference;
 }
 
 // Bytes of x and y, selected by the four lowest hexadecimal digits of `selector`.

@@ -39,13 +39,11 @@ FLASH_DEVICE void fence_proxy_async_global() {
     asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
-// Consecutive floats from shared to global memory. Commits this thread's bulk operations as a
-// group.
+// Consecutive floats from shared to global memory.
 FLASH_DEVICE void bulk_store(float* global, uint32_t shared, int bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
                  "r"(shared), "r"(bytes)
                  : "memory");
-    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
 // Adds them to what is there.
@@ -54,15 +52,20 @@ FLASH_DEVICE void bulk_add(float* global, uint32_t shared, int bytes) {
         "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global),
         "r"(shared), "r"(bytes)
         : "memory");
-    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
+
+// Makes a group of this thread's bulk operations since the last one.
+FLASH_DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
 // Waits until this thread's groups have read shared memory, ...
 FLASH_DEVICE void bulk_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
-// ... and until they are done.
-FLASH_DEVICE void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+// ... and until all but the last kPending of them are done.
+template <int kPending>
+FLASH_DEVICE void bulk_wait() {
+    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
+}
 
 // A tile to L2 only.
 FLASH_DEVICE void tma_prefetch_4d(const CUtensorMap& map, int x, int y, int z, int w) {

@@ -7,11 +7,11 @@
 namespace flash_ext {
 
 // Each B fragment serves all of the warp's rows: with two 16-row blocks per warp, shared memory
-// delivers half as many bytes per multiplication.
-template <class Element, int kK, class Accumulator, class A, class B>
+// delivers half as many bytes per multiplication. The inner dimension is kK, or kFirst to kK - 1.
+template <class Element, int kK, int kFirst = 0, class Accumulator, class A, class B>
 FLASH_DEVICE void gemm(Accumulator& c, const A& a, const B& b) {
 #pragma unroll
-    for (int k = 0; k < kK / 16; ++k) {
+    for (int k = kFirst / 16; k < kK / 16; ++k) {
         uint32_t a_fragment[Accumulator::kM][4];
 #pragma unroll
         for (int m = 0; m < Accumulator::kM; ++m) a.load_a(a_fragment[m], m, k);

@@ -39,7 +39,7 @@ def _bwd_cpu(*tensors: Any, need_dbias: bool = True, **given: Any) -> tuple[Tens
 
 def _check_cpu(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[int, int, str, str]:
     variant = VARIANTS.index(check_forward(q, k, v, Options(**given)))
-    if q.dtype in QK_8_BITS:
+    if k.dtype in QK_8_BITS:
         return variant, -1, "no variant has a backward for 8-bit inputs", ""
     return variant, variant, "", ""
 

@@ -74,7 +74,7 @@ def _check_variant(options: Options) -> None:
         refuse("variant", " or ".join(map(repr, ("auto", *VARIANTS))), repr(options.variant))
 
 
-def _choose_8_bit_variant(options: Options) -> str:
+def _choose_8_bit_variant(q: Tensor, options: Options) -> str:
     """With the reasons of csrc/plan/fa1.cpp, fa2.cpp and fa3.cpp."""
     variant = FP8_VARIANTS[-1] if options.variant == "auto" else options.variant
     if variant not in FP8_VARIANTS:
@@ -83,14 +83,14 @@ def _choose_8_bit_variant(options: Options) -> str:
         ("softcap", options.softcap != 0),
         ("ALiBi", options.alibi_slopes is not None),
     ):
-        if given:
+        if given and q.dtype in QK_8_BITS:
             raise ValueError(f"flash_ext: variant {variant!r} has no {name} with 8-bit inputs")
     return variant
 
 
-def _choose_variant(q: Tensor, options: Options) -> str:
-    if q.dtype in QK_8_BITS:
-        return _choose_8_bit_variant(options)
+def _choose_variant(q: Tensor, k: Tensor, options: Options) -> str:
+    if k.dtype in QK_8_BITS:
+        return _choose_8_bit_variant(q, options)
     if options.variant == "auto":
         return CPU_VARIANTS[-1]
     if options.variant not in CPU_VARIANTS:
@@ -118,10 +118,15 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
         *first, last = map(dtype_name, dtypes)
         refuse("q", f"{', '.join(first)} or {last}", q.dtype)
     _require_like("q", q, q)
-    _require_like("k", k, q)
+    if k.dtype in QK_8_BITS and q.dtype not in QK_8_BITS:
+        _require_like("k", k, q, k.dtype)
+        if v.dtype != k.dtype:
+            refuse("v", f"of k's dtype {dtype_name(k.dtype)}", v.dtype)
+    else:
+        _require_like("k", k, q)
     if q.dtype == torch.int8 and v.dtype != FP8:
         refuse("v", "float8_e4m3fn with q and k in int8", v.dtype)
-    _require_like("v", v, q, FP8 if q.dtype == torch.int8 else q.dtype)
+    _require_like("v", v, q, FP8 if q.dtype == torch.int8 else k.dtype)
 
     heads_q, head_dim = q.shape[-2:]
     heads_k, head_dim_v = k.shape[-2], v.shape[-1]
@@ -252,15 +257,15 @@ def _check_8_bit_options(
     q: Tensor, k: Tensor, v: Tensor, options: Options, batch: int, reads: bool
 ) -> None:
     """What only 8-bit inputs have, and what they cannot have."""
-    if q.dtype not in QK_8_BITS:
-        for name in ("q_descale", "k_descale", "v_descale"):
-            if getattr(options, name) is not None:
-                got = f"one for {dtype_name(q.dtype)}"
-                refuse(name, "None unless q, k and v have 8 bits", got)
-        if options.out_dtype not in (None, q.dtype):
-            refuse("out_dtype", f"None or q's dtype {dtype_name(q.dtype)}", options.out_dtype)
+    for name, x in (("q_descale", q), ("k_descale", k), ("v_descale", v)):
+        if x.dtype not in QK_8_BITS and getattr(options, name) is not None:
+            got = f"one for {dtype_name(x.dtype)}"
+            refuse(name, f"None unless {name[0]} has 8 bits", got)
+    if q.dtype not in QK_8_BITS and options.out_dtype not in (None, q.dtype):
+        refuse("out_dtype", f"None or q's dtype {dtype_name(q.dtype)}", options.out_dtype)
+    if k.dtype not in QK_8_BITS:
         return
-    if options.out_dtype not in (None, torch.bfloat16, torch.float16):
+    if q.dtype in QK_8_BITS and options.out_dtype not in (None, torch.bfloat16, torch.float16):
         refuse("out_dtype", "bfloat16 or float16 with 8-bit inputs", options.out_dtype)
     without = "with 8-bit inputs (no variant has both)"
     if options.bias is not None:
@@ -338,17 +343,18 @@ def check_arguments(q: Tensor, k: Tensor, v: Tensor, options: Options, reads: bo
 def check_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str:
     """Check the arguments of the forward pass, as `check_arguments`; returns the CPU's variant."""
     check_arguments(q, k, v, options)
-    return _choose_variant(q, options)
+    return _choose_variant(q, k, options)
 
 
 def check_gradients(tensors: BackwardTensors, options: Options) -> None:
     """Check the arguments of the backward pass that the forward pass has not."""
     q, v = tensors.q, tensors.v
-    if q.dtype in QK_8_BITS:
-        why = "no variant has a backward for 8-bit inputs"
-        on_cuda = q.device.type == "cuda"
-        wanted = "float16 or bfloat16" if on_cuda else "float16, bfloat16, float32 or float64"
-        refuse("q", f"{wanted} ({why})", q.dtype)
+    for name, x in (("q", q), ("k", tensors.k)):
+        if x.dtype in QK_8_BITS:
+            why = "no variant has a backward for 8-bit inputs"
+            on_cuda = q.device.type == "cuda"
+            wanted = "float16 or bfloat16" if on_cuda else "float16, bfloat16, float32 or float64"
+            refuse(name, f"{wanted} ({why})", x.dtype)
     *rows, heads, _ = q.shape
     if options.cu_seqlens is None:
         out_layout = "(batch, seqlen_q, heads_q, head_dim_v)"

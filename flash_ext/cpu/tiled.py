@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from ..ops.checks import result_dtype, statistics_dtype
-from ..ops.options import QK_8_BITS, BackwardTensors, Options
+from ..ops.options import CPU_VARIANTS, QK_8_BITS, BackwardTensors, Options
 from . import fp8
 from .sequences import Span, spans
 from .tiling import Tiling, exp_, reciprocal, starting_statistics
@@ -259,6 +259,12 @@ def _operands(span: Span, tiling: Tiling, q: Tensor, k: Tensor, v: Tensor) -> Op
     return Operands(*map(tiling.to_rows, parts))
 
 
+def _dequantized(operands: Operands, descales: fp8.Descales) -> Operands:
+    """K and V of 8 bits as the numbers that they stand for."""
+    Q, K, V = operands
+    return Operands(Q, K * descales.k.mT, V * descales.v)
+
+
 def forward(
     variant: str,
     q: Tensor,
@@ -268,6 +274,9 @@ def forward(
     on_chip: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The op fwd by one variant, arguments already checked.
+
+    K and V of 8 bits beside a Q of more are dequantized. FlashAttention-3's loop is then
+    FlashAttention-2's.
 
     Tiles are the papers' for M = `on_chip` elements. None is M = `tiling.ON_CHIP_ELEMENTS` where
     the options name the variant, and with "auto" other tiles, `tiling.fast_block_sizes`.
@@ -280,9 +289,12 @@ def forward(
     for span in spans(q, k, options.cu_seqlens, options.seqused_k):
         tiling = Tiling.of(span, q, k, v, options, on_chip)
         operands = _operands(span, tiling, q, k, v)
-        if q.dtype in QK_8_BITS:
+        if k.dtype in QK_8_BITS:
             descales = fp8.Descales.of(span, tiling, q, k, v, options)
+        if q.dtype in QK_8_BITS:
             Out, L = fp8.fa3_forward(tiling, *operands, descales)
+        elif k.dtype in QK_8_BITS:
+            Out, L = _FORWARD[CPU_VARIANTS[-1]](tiling, _dequantized(operands, descales))
         else:
             Out, L = _FORWARD[variant](tiling, operands)
         tiling.from_rows(Out, span.of_queries(out))

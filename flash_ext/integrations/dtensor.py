@@ -177,7 +177,7 @@ def _may_split_sequence(q: DTensor, k: Tensor, options: dict[str, Any]) -> bool:
     """Whether parts of the sequence can be computed where they are."""
     return (
         q.shape[1] == k.shape[1] > 1
-        and q.dtype not in QK_8_BITS
+        and k.dtype not in QK_8_BITS
         and options.keys().isdisjoint(_OF_THE_WHOLE)
         and ops.is_real(q.to_local())  # a compiler's graph cannot hold these communications
     )

@@ -157,7 +157,7 @@ def fwd_autograd(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
             refuse_gradients(**{name: options.get(name) for name in CONSTANTS})
     needs_grad = torch.is_grad_enabled() and any_requires_grad(q, k, v, bias, sink)
     if needs_grad or in_dual_level():  # tangents are refused
-        if needs_grad and q.dtype in QK_8_BITS:
+        if needs_grad and k.dtype in QK_8_BITS:
             raise RuntimeError("flash_ext: no variant has a backward for 8-bit inputs")
         return _record_forward(options, q, k, v, bias, sink)
     with below_autograd():

@@ -22,10 +22,10 @@ CPU_VARIANTS = ("fa1", "fa2")
 except with 8-bit inputs, which only it has, on the CPU too."""
 
 FP8 = torch.float8_e4m3fn
-"""The dtype of v where inputs have 8 bits."""
+"""The dtype of v where q has 8 bits."""
 
 QK_8_BITS = (FP8, torch.int8)
-"""The dtypes of q and k there."""
+"""The dtypes of 8-bit q and k; and of k and v, alike, where q has more bits."""
 
 FP8_VARIANTS = ("fa3",)
 """The variants that take them, forward only."""
@@ -148,7 +148,7 @@ class Options:
     )
     v_descale: Tensor | None = _option(
         None,
-        "v = FP8 v · this: one number, (B, Hk), or (B, Hk, Dv) by channels",
+        "v = 8-bit v · this: one number, (B, Hk), or (B, Hk, Dv) by channels",
         variants=FP8_VARIANTS,
         dims=("batch", "heads", "channels"),
         factor=True,

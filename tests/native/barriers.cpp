@@ -246,18 +246,21 @@ cudaError_t backward_dq_gemm(const Shape& call) {
     });
 }
 
-template <int kHeadDim>
+template <class OfMatmuls, class Key, auto& kTable, auto kLauncher>
 cudaError_t decode(const Shape& call) {
-    using Kernel =
-        Fa3Decode<Element, kHeadDim, kHeadDim,
-                  tuning::fa3_decode_shape({kHeadDim, kHeadDim}, tuning::Fa3DecodeTile::kFewRows)>;
+    constexpr auto kRow = tuning::row_of(kTable, {128, 128});
+    using Kernel = Fa3Decode<OfMatmuls, Key, 128, 128,
+                             tuning::fa3_decode_shape(kRow, tuning::Fa3DecodeTile::kFewRows)>;
     return keep<Kernel>([&] {
-        auto params = forward_params(call, ElementType::kBFloat16, kHeadDim, false);
+        auto params = forward_params(call, ElementType::kBFloat16, 128, false);
+        if (sizeof(Key) == 1) params.key_type = ElementType::kFloat8;
         params.tile_order = tile_order_of(params, params.seqlen_q, Kernel::kRows, params.heads_q);
-        return fa3_decode<kHeadDim, kHeadDim>(
-            params, {.decode_tile = tuning::Fa3DecodeTile::kFewRows}, nullptr);
+        return kLauncher(params, {.decode_tile = tuning::Fa3DecodeTile::kFewRows}, nullptr);
     });
 }
+
+constexpr auto decode_8_bits =
+    decode<__half, Float8, tuning::kFa3Decode8Bits, fa3_decode_8_bits<128, 128>>;
 
 // tests/test_barriers.py reads their names here.
 const std::map<std::string, cudaError_t (*)(const Shape&)> kKernels{
@@ -282,7 +285,8 @@ const std::map<std::string, cudaError_t (*)(const Shape&)> kKernels{
     {"backward_dq 192", backward_dq<192>},
     {"backward_dq 256", backward_dq<256>},
     {"backward_dq_gemm 256", backward_dq_gemm<256>},
-    {"decode 128", decode<128>},
+    {"decode 128", decode<Element, Element, tuning::kFa3Decode, fa3_decode<128, 128>>},
+    {"decode 128, 8 bits", decode_8_bits},
 };
 
 }  // namespace

@@ -12,6 +12,7 @@
 
 #include "device.h"
 #include "kernels/fa3/backward.cuh"
+#include "kernels/fa3/decode_scales.cuh"
 #include "kernels/fa3/forward_fp8.cuh"
 #include "kernels/fp8/transpose_v.cuh"
 #include "problem/score.cuh"
@@ -280,6 +281,102 @@ Registers fragments(const std::string& operand, int cols, int first_row, int fir
     });
 }
 
+// --- Bytes as operands of halves (tile/bytes.cuh) ---
+
+constexpr int kByteKeys = 32;
+
+// All B operands of a tile of 32 keys (bytes, row by row), of K by steps of 16 columns or of V by
+// steps of 16 keys: [step][n][lane].
+template <class Byte, int kCols, bool kOfKeys>
+std::vector<std::vector<Registers>> byte_operands(const std::vector<uint8_t>& bytes) {
+    using Tile = SharedTile<Byte, kByteKeys, kCols>;
+    using Operand = std::conditional_t<kOfKeys, BFromByteRows<Tile>, BFromByteColumns<Tile>>;
+    constexpr int kSteps = kOfKeys ? kCols / 16 : kByteKeys / 16;
+    constexpr int kBlocks = kOfKeys ? kByteKeys / 16 : kCols / 16;
+    for (int row = 0; row < kByteKeys; ++row)
+        for (int col = 0; col < kCols; ++col)
+            storage[Tile::offset(row, col / 16) + col % 16] = bytes[row * kCols + col];
+    std::vector all(kSteps, std::vector(kBlocks, Registers(32)));
+    device::run_warp(0, [&](int lane) {
+        const Operand operand(0);
+        for (int k = 0; k < kSteps; ++k)  // in gemm()'s order
+            for (int n = 0; n < kBlocks; ++n) {
+                uint32_t b[4];
+                operand.load_b(b, n, k);
+                std::copy(b, b + 4, all[k][n][lane].begin());
+            }
+    });
+    return all;
+}
+
+std::vector<std::vector<Registers>> any_byte_operands(bool is_signed, bool of_keys, int cols,
+                                                      const std::vector<uint8_t>& bytes) {
+    const auto of = [&]<class Byte, int kCols>(Byte, std::integral_constant<int, kCols>) {
+        return of_keys ? byte_operands<Byte, kCols, true>(bytes)
+                       : byte_operands<Byte, kCols, false>(bytes);
+    };
+    const auto of_width = [&](auto byte) {
+        switch (cols) {
+            case 64:
+                return of(byte, std::integral_constant<int, 64>{});
+            case 128:
+                return of(byte, std::integral_constant<int, 128>{});
+            case 256:
+                return of(byte, std::integral_constant<int, 256>{});
+        }
+        throw py::value_error("no such width");
+    };
+    return is_signed ? of_width(Int8{}) : of_width(Float8{});
+}
+
+// The A operands of 16 rows of Q (bfloat16, row by row) as the decoding kernel stores them, times
+// 2^power: [step][lane].
+template <int kCols>
+std::vector<Registers> halves_of_q(const std::vector<uint16_t>& q, int head_dim, int power) {
+    using Tile = SharedTile<__half, 16, kCols>;
+    std::memset(storage, 0xff, Tile::kBytes);
+    for (int row = 0; row < 16; ++row)
+        for (int lane = 0; lane < 32; ++lane) {
+            threadIdx = {unsigned(lane)};
+            RowToHalves<Tile> halves;
+            halves.load(reinterpret_cast<const __half*>(&q[row * head_dim]), row < 15, head_dim);
+            halves.template store<Half>(0, row, power);
+        }
+    std::vector all(kCols / 16, Registers(32));
+    device::run_warp(0, [&](int lane) {
+        const AFromRows<Tile> operand(0);
+        for (int k = 0; k < kCols / 16; ++k) {
+            uint32_t a[4];
+            operand.load_a(a, 0, k);
+            std::copy(a, a + 4, all[k][lane].begin());
+        }
+    });
+    return all;
+}
+
+std::vector<Registers> any_halves_of_q(int cols, const std::vector<uint16_t>& q, int head_dim,
+                                       int power) {
+    return cols == 64    ? halves_of_q<64>(q, head_dim, power)
+           : cols == 128 ? halves_of_q<128>(q, head_dim, power)
+                         : halves_of_q<256>(q, head_dim, power);
+}
+
+// The 16 x 64 result whose lanes have these elements [lane][n][i], row by row.
+std::vector<std::vector<float>> fours(const std::vector<std::vector<std::array<float, 4>>>& given) {
+    std::vector all(16, std::vector<float>(64));
+    for (int lane = 0; lane < 32; ++lane) {
+        threadIdx = {unsigned(lane)};
+        RegisterTile<16, 64> acc;
+        for (int n = 0; n < 8; ++n) std::copy_n(given[lane][n].begin(), 4, acc.v[0][n]);
+        for (int i = 0; i < 2; ++i)
+            for_each_four_of_row(acc, 0, i, [&](float4 x, int col) {
+                const float four[] = {x.x, x.y, x.z, x.w};
+                std::copy_n(four, 4, &all[lane_row() + 8 * i][col]);
+            });
+    }
+    return all;
+}
+
 // Of an accumulator, in bfloat16: 16 columns from 16 k on, each element 16 row + column - 16 k.
 Registers from_accumulator(int k) {
     return registers_of_lanes([&](uint32_t (&registers)[4]) {
@@ -479,6 +576,13 @@ PYBIND11_MODULE(flash_ext_layouts, m) {
     m.def("row_numbers", [](uint32_t address) { return RowNumbers<64>(address).at(0); });
     m.def("fragments", &fragments);
     m.def("from_accumulator", &from_accumulator);
+    m.def("byte_operands", &any_byte_operands);
+    m.def("halves_of_q", &any_halves_of_q);
+    m.def("fours", &fours);
+    m.def("power_to_halves", [](float largest) {
+        const int power = power_to_halves(largest);
+        return std::tuple(power, to_power_of_two(power), to_power_of_two(-power));
+    });
     m.def("masked",
           [](int rows, int cols, const std::vector<std::pair<int, int>>& visible, int first_col) {
               const auto kernel = rows == 32   ? masked<32, 64>

@@ -302,7 +302,7 @@ PYBIND11_MODULE(flash_ext_native, m) {
     });
 
     m.def("philox", [](std::array<uint32_t, 4> c, std::array<uint32_t, 2> key) {
-        const Philox4 random = philox4x32_10(c[0], c[1], c[2], c[3], key[0], key[1]);
+        const Philox4 random = philox4x32_7(c[0], c[1], c[2], c[3], key[0], key[1]);
         return std::array{random.v[0], random.v[1], random.v[2], random.v[3]};
     });
     m.def("is_kept",
@@ -374,10 +374,10 @@ PYBIND11_MODULE(flash_ext_native, m) {
         params.seqlen_k = keys;
         params.window_left = params.window_right = BandMask::kUnlimited;
         params.head_dim = params.head_dim_v = 128;
-        const tuning::Fa3DecodeShape shape = tuning::fa3_decode_shape({128, 128}, kFewRows);
-        const auto tile = group <= shape.rows ? kFewRows : kManyRows;
+        constexpr auto kRow = tuning::row_of(tuning::kFa3Decode, {128, 128});
+        const auto tile = group <= kRow.few_rows.rows ? kFewRows : kManyRows;
         return decode_splits(params, summary_of(params), int64_t{batch} * heads_k, tile,
-                             tuning::fa3_decode_shape({128, 128}, tile).ctas_per_sm, kH200);
+                             tuning::fa3_decode_shape(kRow, tile).ctas_per_sm, kH200);
     });
     m.attr("many_queries") = tuning::kManyQueries;
 

@@ -102,6 +102,10 @@ cudaError_t fa3_decode(const ForwardParams&, const ForwardKernel&, cudaStream_t)
     return note("fa3_decode", kHeadDim, kHeadDimV);
 }
 template <int kHeadDim, int kHeadDimV>
+cudaError_t fa3_decode_8_bits(const ForwardParams&, const ForwardKernel&, cudaStream_t) {
+    return note("fa3_decode_8_bits", kHeadDim, kHeadDimV);
+}
+template <int kHeadDim, int kHeadDimV>
 cudaError_t fa3_forward_fp8(const ForwardParams& params, const ForwardKernel&, cudaStream_t) {
     return note(params.element_type == ElementType::kInt8 ? "fa3_forward_int8" : "fa3_forward_fp8",
                 kHeadDim, kHeadDimV);
@@ -159,6 +163,8 @@ std::vector<const void*> instantiated_for_all_head_dims() {
         [&](auto d, auto dv) { keep(&Fa2<d, dv>::backward, &Fa2<d, dv>::backward_shared_bytes); });
     for_each_row<tuning::kFa3Forward>([&](auto d, auto dv) { keep(&fa3_forward<d, dv>); });
     for_each_row<tuning::kFa3Decode>([&](auto d, auto dv) { keep(&fa3_decode<d, dv>); });
+    for_each_row<tuning::kFa3Decode8Bits>(
+        [&](auto d, auto dv) { keep(&fa3_decode_8_bits<d, dv>); });
     for_each_row<tuning::kFa3ForwardFp8>([&](auto d, auto dv) { keep(&fa3_forward_fp8<d, dv>); });
     for_each_row<tuning::kFa3Backward>([&](auto d, auto dv) { keep(&fa3_backward<d, dv>); });
     for_each_row<tuning::kFa3BackwardWide>(
@@ -180,7 +186,7 @@ struct Planned {
     std::vector<std::array<int, 4>> copies;
     int num_splits = 1;
     int pack_gqa_log2 = 0;
-    int tile = 0;  // tuning::Fa3ForwardTile
+    int tile = 0;  // tuning::Fa3ForwardTile, or of the kernel for few queries Fa3DecodeTile
     int l2_group_heads = 0;
     int tiles_at_once = 0;
 };
@@ -197,6 +203,7 @@ struct Problem {
     bool expanded_heads = false;  // of k and v
     bool seqused = false;
     bool fp8 = false, int8 = false, alibi = false;
+    bool kv_8_bits = false;  // and q 16
     double softcap = 0;
     int launched_head_dim = 0;  // of the launch alone, if not 0
 
@@ -211,7 +218,7 @@ struct Problem {
         if (expanded_heads && (name[0] == 'k' || name[0] == 'v')) x.strides[2] = 0;
         if ((' ' + odd_rows + ' ').find(text(" ", name, " ")) != std::string::npos)
             x.strides[1] += 1;
-        if (fp8 || int8) x.element_bytes = 1;
+        if (fp8 || int8 || (kv_8_bits && (name[0] == 'k' || name[0] == 'v'))) x.element_bytes = 1;
         return x;
     }
 
@@ -229,7 +236,7 @@ struct Problem {
         const auto there = std::span(all).first(operands_there);
         AttentionParams params{};
         fill(params);
-        if (dropout) params.keep_threshold = 1;
+        if (dropout) params.rng_state = reinterpret_cast<const int64_t*>(kMemory);
         params.aligned = std::ranges::all_of(there, &Operand::is_aligned);
         return choose({*find_device(gpu), params, there});
     }
@@ -257,6 +264,7 @@ struct Problem {
         params.element_type = fp8    ? ElementType::kFloat8
                               : int8 ? ElementType::kInt8
                                      : ElementType::kBFloat16;
+        params.key_type = kv_8_bits ? ElementType::kFloat8 : params.element_type;
         params.batch = batch;
         params.seqlen_q = seqlen_q;
         params.seqlen_k = seqlen_k;
@@ -321,7 +329,8 @@ struct Problem {
                                        {"v_transposed", &plan.kernel.v_transposed}});
         found.num_splits = params.num_splits;
         found.pack_gqa_log2 = params.pack_gqa_log2;
-        found.tile = static_cast<int>(plan.kernel.tile);
+        found.tile = plan.kernel.decode_tile ? static_cast<int>(*plan.kernel.decode_tile)
+                                             : static_cast<int>(plan.kernel.tile);
         found.l2_group_heads = params.tile_order.l2_group_heads;
         found.tiles_at_once = params.tile_order.tiles_at_once;
         return found;
@@ -411,6 +420,7 @@ PYBIND11_MODULE(MODULE, m) {
         .def_readwrite("fp8", &Problem::fp8)
         .def_readwrite("int8", &Problem::int8)
         .def_readwrite("alibi", &Problem::alibi)
+        .def_readwrite("kv_8_bits", &Problem::kv_8_bits)
         .def_readwrite("softcap", &Problem::softcap)
         .def_readwrite("launched_head_dim", &Problem::launched_head_dim)
         .def("choose_forward",

@@ -305,9 +305,8 @@ struct BackwardTile {
             mask_scores(rP, first_query,
                         [&](int row) { return mask.query_range(first_key + warp_key + row); });
         }
-        // With options the scores have been scaled before they were masked.
         exponentiate<Rows::kKeys>(rP, statistics(walk.stage).lse_log2 + warp_query(),
-                                  changes_scores(kOptions) ? 1.f : params.scale_log2);
+                                  exponent_scale<kOptions>(params));
     }
 
     // dS^T from P^T: the gradient of Q K^T scale, or, without kThroughSoftcap, that of the scores

@@ -39,22 +39,6 @@ FLASH_DEVICE float warp_sum(float x) {
 // A row without keys has no maximum; any finite number prevents -inf - max from becoming NaN.
 FLASH_DEVICE float finite_max(float max) { return max == -INFINITY ? 0.f : max; }
 
-// The scale of scores that include it.
-struct Unscaled {
-    FLASH_DEVICE constexpr operator float() const { return 1.f; }
-};
-
-// The factor from scores to exponents of 2. A kernel that changes scores multiplies them before it
-// masks them (the scale may be zero or negative), the others inside the exponent.
-template <OptionSet kOptions>
-FLASH_DEVICE auto exponent_scale(const AttentionParams& params) {
-    if constexpr (changes_scores(kOptions)) {
-        return Unscaled{};
-    } else {
-        return params.scale_log2;
-    }
-}
-
 // Rounded up: no P is above 1, so P of finite scores is finite. Only NaN and infinite scores make a
 // row NaN.
 template <class Scale>
@@ -117,13 +101,15 @@ FLASH_DEVICE void drop(Scores& p, const AttentionParams& params, const Sequence&
     }
 }
 
-template <int kRows>
+// P of a row's maximum is 2^kPowers, up to 7, by an m that is smaller by as much. (A large m is
+// rounded by more: then it is 1.)
+template <int kRows, int kPowers = 0>
 struct OnlineSoftmax {
     static constexpr int kM = kRows / 16;
     // O is rescaled only when scores exceed the stale maximum by this many powers of two. The
     // result is the same, since numerator and denominator share it, and most tiles need no
     // rescaling.
-    static constexpr float kRescaleThreshold = 8.f;
+    static constexpr float kRescaleThreshold = 8.f + kPowers;
 
     float row_max[kM][2];  // m; -inf until the row has seen a key
     float row_sum[kM][2];  // this lane's share
@@ -149,7 +135,7 @@ struct OnlineSoftmax {
     template <class Scale>
     FLASH_DEVICE float raise_max(float score, int m, int i, Scale scale) {
         const float old = row_max[m][i];
-        row_max[m][i] = fmaxf(old, round_up(score, scale));
+        row_max[m][i] = fmaxf(old, round_up(score, scale) - static_cast<float>(kPowers));
         const float factor = old == row_max[m][i] ? 1.f : ptx::ex2(old - row_max[m][i]);
         row_sum[m][i] *= factor;
         return factor;

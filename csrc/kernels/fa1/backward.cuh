@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
         __syncthreads();  // all warps have left the K and V tiles
         // Recomputed, too: otherwise they would stay in registers over the loop.
         Tile(params, cta.sequence, ptx::not_hoisted(flat_head) % params.heads_k)
-            .store_dk_dv(rdK, rdV, ptx::not_hoisted(first_key));
+            .store_dk_dv(rdK, rdV, first_key);
     }
 }
 

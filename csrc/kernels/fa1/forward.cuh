@@ -56,7 +56,8 @@ struct Fa1Forward {
     static constexpr int kKeysPerWarp = kBlockKV / kTeamWarps;
     // ptxas 13.0: the registers of three teams, 168 a thread, do not hold all options' values and
     // 64 keys a warp.
-    static constexpr int kTeams = kLessMemory || (kUnaligned && kKeysPerWarp == 64) ? 2 : 3;
+    static constexpr int kTeams =
+        kLessMemory || (kUnaligned && kKeysPerWarp == 64) ? 2 : kTuning.teams;
     static constexpr int kTeamThreads = 32 * kTeamWarps;
     static constexpr int kThreads = kTeams * kTeamThreads;
 
@@ -161,6 +162,13 @@ struct Fa1Forward {
                              !first_visit);
     }
 
+    // Do some of the Q tile's queries see a key of the warp? If not, matmuls leave its keys out.
+    FLASH_DEVICE bool sees_keys_of(int warp, int q_tile, int kv_tile) const {
+        const Interval seen = mask.keys_of(tile_interval(q_tile, kBlockQ));
+        const int first_key = kv_tile * kBlockKV + warp * kKeysPerWarp;
+        return first_key < seen.end && first_key + kKeysPerWarp > seen.begin;
+    }
+
     // Lines 9 to 11: the warp's scores, masked; its row maxima go to shared memory.
     FLASH_DEVICE void compute_scores(Scores& rS, const VisibleTiles& q_tiles, int i,
                                      int kv_tile) const {
@@ -168,8 +176,9 @@ struct Fa1Forward {
         const int warp_key = warp * kKeysPerWarp;
         const int first_key = kv_tile * kBlockKV + warp_key;
         rS.clear();
-        gemm<Element, kHeadDim>(rS, AFromRows<QTile>(ptx::shared_address(storage.q)),
-                                BFromRows<KTile>(ptx::shared_address(shared.k), warp_key));
+        if (sees_keys_of(warp, q_tiles.tile(i), kv_tile))
+            gemm<Element, kHeadDim>(rS, AFromRows<QTile>(ptx::shared_address(storage.q)),
+                                    BFromRows<KTile>(ptx::shared_address(shared.k), warp_key));
         if constexpr (changes_scores(kOptions))
             ScoreFunction<Element, Rows::kQueries, kOptions>{params, sequence, head}.apply(
                 rS, queries.begin, first_key);
@@ -203,11 +212,14 @@ struct Fa1Forward {
     }
 
     // The warp's columns of P V_j.
-    FLASH_DEVICE void multiply_v(Output& rO) const {
+    FLASH_DEVICE void multiply_v(Output& rO, int q_tile, int kv_tile) const {
         rO.clear();
-        gemm<Element, kBlockKV>(
-            rO, AFromRows<PTile>(ptx::shared_address(storage.p)),
-            BFromColumns<VTile>(ptx::shared_address(shared.v), 0, warp * (Output::kCols / 16)));
+        const AFromRows<PTile> p(ptx::shared_address(storage.p));
+        const BFromColumns<VTile> v(ptx::shared_address(shared.v), 0, warp * (Output::kCols / 16));
+        compile_time_for<kTeamWarps>([&](auto of) {
+            if (sees_keys_of(of, q_tile, kv_tile))
+                gemm<Element, (of + 1) * kKeysPerWarp, of * kKeysPerWarp>(rO, p, v);
+        });
     }
 
     // m_i and l_i. At the first visit of a Q tile they were not fetched.
@@ -342,7 +354,7 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
             cta.team_barrier();  // P and its sums are complete; O_i, m_i and l_i have landed
 
             typename Kernel::Output rO;
-            cta.multiply_v(rO);
+            cta.multiply_v(rO, q_tile, kv_tile);
             typename Kernel::RowState state = cta.old_state(first_visit);
             cta.update(rO, state, tile_max);
             if (kv_tile == seen.last()) {

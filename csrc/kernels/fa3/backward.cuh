@@ -89,6 +89,7 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
     using DQ = typename DQTile::Fragments;
     using Statistics = RowNumbers<kBlockQ>;
     using Order = PingPong<kConsumers, kTuning.ping_pong()>;
+    static constexpr bool kDropout = contains(kOptions, OptionSet::kDropout);
 
     // The index of this thread's warpgroup among the consumers, and the first row of its warp
     // within the KV tile.
@@ -147,8 +148,9 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
         VisibleTiles q_tiles{};
         Interval full{};  // indices
         QTilePosition at{};
-        int iterations = 0;       // left
-        bool accumulate = false;  // have dV and dK a sum already?
+        int iterations = 0;                                     // left
+        bool accumulate = false;                                // have dV and dK a sum already?
+        uint32_t kept[kDropout ? ceil_div(Scores::kN, 8) : 1];  // bits of the elements of S
     };
 
     // Operands in shared memory. Operands of pipelines are in the first stage.
@@ -181,20 +183,20 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
                                       kTuning.by_matmul());
     }
 
-    // dP^T = V dO^T - delta
+    // dP^T = V dO^T - delta. With dropout delta is subtracted later, from the entries kept.
     FLASH_DEVICE void issue_dp(State& s, const Operands& x) const {
         do_pipeline.consumer_wait(s.d);
         if constexpr (kTuning.by_matmul()) {
             gemm_async<__nv_bfloat16, 16>(
                 s.rdP, Ones{}, in_stage<Statistics::kBytes>(x.delta_rows, s.d.stage), false);
-        } else {
+        } else if constexpr (!kDropout) {
             Scores& dp = s.rdP;
             for_each_with_query<Rows::kKeys, Scores>(
                 storage.minus_delta[s.d.stage],
                 [&](int m, int n, int i, float minus_delta) { dp.v[m][n][i] = minus_delta; });
         }
         gemm_async<Element, kHeadDimV>(s.rdP, x.v_rows,
-                                       in_stage<DOTile::kBytes>(x.do_rows, s.d.stage), true);
+                                       in_stage<DOTile::kBytes>(x.do_rows, s.d.stage), !kDropout);
     }
 
     // dV += P^T dO, dK += dS^T Q
@@ -243,8 +245,44 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
                            s.at.i < s.full.begin || s.at.i >= s.full.end, tile.large_lse);
     }
 
+    // Dropout's bits. Drawn beside S, dV and dK, when there are registers.
+    FLASH_DEVICE void draw(State& s, const KeyTile& tile) const {
+#pragma unroll
+        for (uint32_t& bits : s.kept) bits = 0;
+        for_each_keep_transposed<Scores>(
+            dropout_mask(params, tile.sequence, s.at.head), tile.first_key + warp_key,
+            tile.q_tiles.tile(s.at.i) * kBlockQ, [&](int, int n, int i, bool keep) {
+                s.kept[n / 8] |= static_cast<uint32_t>(keep) << (n % 8 * 4 + i);
+            });
+    }
+
+    // With dropout Z / (1 - p): dS^T = P^T * (Z^T * dP^T / (1 - p) - delta), and P^T becomes Z^T *
+    // P^T, whose factor comes at the end. dS has a part of its factor when it is rounded
+    // (ds_factor).
+    FLASH_DEVICE void drop(State& s) const {
+        const float* minus_delta = storage.minus_delta[s.d.stage];
+        using Piece = RegisterTile<16, 8>;
+#pragma unroll
+        for (int n = 0; n < Scores::kN; ++n) {
+            auto& p = reinterpret_cast<Piece&>(s.rS.v[0][n]);
+            auto& ds = reinterpret_cast<Piece&>(s.rdP.v[0][n]);
+            const float2 of_queries = column_pair(minus_delta, n);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const bool keep = s.kept[n / 8] >> (n % 8 * 4 + i) & 1;
+                const float minus = i % 2 == 0 ? of_queries.x : of_queries.y;
+                float& x = ds.v[0][0][i];
+                x = p.v[0][0][i] * (keep ? x * params.ds_factor + minus : minus);
+                if (!keep) p.v[0][0][i] = 0.f;
+            }
+            s.rP.template round_columns<Element>(p, 8 * n);
+            s.rdS.template round_columns<Element>(ds, 8 * n);
+        }
+    }
+
     // dS^T = P^T * (dP^T - delta), and both rounded to operands.
     FLASH_DEVICE void softmax_gradient(State& s, const KeyTile& tile) const {
+        if constexpr (kDropout) return drop(s);
         const auto& lse = storage.lse[s.q.stage];
         using Piece = RegisterTile<16, 8>;  // ptxas 13.0: wider ones serialize wgmma at d 64
         const bool softcap = contains(kOptions, OptionSet::kSoftcap) && params.softcap != 0.f;
@@ -295,6 +333,7 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
         k_pipeline.consumer_wait(s.kv);
         Order::wait(consumer);
         issue_s(s, x);
+        if constexpr (kDropout) draw(s, tile);
         finish(s.rS);
         v_pipeline.consumer_wait(s.kv);
         issue_dp(s, x);
@@ -315,6 +354,7 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
         Order::wait(consumer);
         issue_s(s, x);
         issue_dv_dk(s, x);
+        if constexpr (kDropout) draw(s, tile);
         if (kTuning.late_fences()) commit_dq(s, s.accumulate);
         s.accumulate = true;
         finish_dv_dk(s);
@@ -351,7 +391,8 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
         s.d.advance();
         store_dq(s);
         commit_dq(s);
-        s.rdK.scale(params.scale);
+        if constexpr (kDropout) s.rdV.scale(params.p_factor * params.late_factor);
+        s.rdK.scale(params.gradient_scale);
         store_gradient(params, gradient_rows<Element>(params.dv, tile, warp_key, params.head_dim_v),
                        s.rdV);
         store_gradient(params, gradient_rows<Element>(params.dk, tile, warp_key, params.head_dim),

@@ -117,7 +117,7 @@ struct WarpScores {
         if constexpr (kByMatmul) {
             exponentiate(s, params.scale_log2);
         } else {
-            exponentiate<kRows>(s, lse, changes_scores(kOptions) ? 1.f : params.scale_log2);
+            exponentiate<kRows>(s, lse, exponent_scale<kOptions>(params));
         }
     }
 

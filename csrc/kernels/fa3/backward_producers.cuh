@@ -23,7 +23,7 @@ struct Fa3BackwardProducers : Fa3Cta<Fa3BackwardParams, KeyTile> {
     static constexpr int kBlockQ = kTuning.block_q;
     static constexpr int kBlockKV = tuning::kFa3BackwardBlockKV;
     static_assert(kBlockKV == 64 * kConsumers);
-    static_assert(!(kTuning.by_matmul() && changes_scores(kOptions)));
+    static_assert(!(kTuning.by_matmul() && visits_elements(kOptions)));
     static constexpr int kProducerRegisters = 24;
     static constexpr int kConsumerRegisters = 240;
 
@@ -195,29 +195,52 @@ struct Fa3BackwardProducers : Fa3Cta<Fa3BackwardParams, KeyTile> {
     // If dq_accum is not zeroed, the first KV tile of a Q tile stores. params.dq_semaphore counts
     // the KV tiles that have stored or added, if others wait for them; these were all fetched
     // earlier. tiles_done() counts KV tiles for the postprocess pass.
+    //
+    // An addition, a count and the wait for one take about a microsecond each, and an iteration
+    // two. So a Q tile is counted beside the additions to the next one, and TMA reads a half
+    // meanwhile: its memory is released when the next half begins.
     FLASH_DEVICE void add_dq() const {
         typename DQPipeline::State c;
         work_tiles.for_each([&](const KeyTile& tile) {
+            int uncounted = -1;   // the Q tile before, by its first group of rows
+            int unreleased = -1;  // the consumer whose half TMA reads
+            const auto release = [&] {
+                if (unreleased < 0) return;
+                ptx::bulk_wait_read();
+                dq_pipeline(unreleased).consumer_release({});
+                unreleased = -1;
+            };
             for_each_q_tile(tile, [&](int, int row_group, int first_row, bool) {
-                const auto dq_semaphore = [&] {
-                    return params.dq_semaphore + 1 + ptx::not_hoisted(row_group);
-                };
                 const int before = tiles_before(tile, first_row);
                 const bool stores = before == 0 && !params.dq_accum_zeroed;
                 const int awaited =
                     params.deterministic ? before : !params.dq_accum_zeroed && before > 0;
                 if (awaited > 0) {
-                    ptx::wait_for_count(dq_semaphore(), awaited, 32);
+                    ptx::wait_for_count(dq_semaphore(row_group), awaited, 32);
                     ptx::fence_proxy_async_global();
                 }
-                add_halves(c, stored_rows<kBlockQ>(tile.sequence, first_row), row_group, stores);
+                const int rows = stored_rows<kBlockQ>(tile.sequence, first_row);
+#pragma unroll 1
+                for (int i = 0; i < kConsumers; ++i) {
+                    release();
+                    add_half(i, c, rows, row_group, stores);
+                    unreleased = i;
+                    if (uncounted >= 0) count_added<1>(dq_semaphore(uncounted));
+                    uncounted = -1;
+                }
                 c.advance();
-                if (stores || params.deterministic) count_added(dq_semaphore());
+                if (stores || params.deterministic) uncounted = row_group;
             });
-            count_added(tiles_done(params, tile.sequence, tile.head / params.query_parts));
+            release();
+            if (uncounted >= 0) count_added<0>(dq_semaphore(uncounted));
+            count_added<0>(tiles_done(params, tile.sequence, tile.head / params.query_parts));
         });
         // ptxas 13.0: not needed, but the consumers are scheduled better (note 010).
-        ptx::bulk_wait();
+        ptx::bulk_wait<0>();
+    }
+
+    FLASH_DEVICE int* dq_semaphore(int row_group) const {
+        return params.dq_semaphore + 1 + ptx::not_hoisted(row_group);
     }
 
     // The KV tiles that a Q tile sees before this one.
@@ -227,30 +250,27 @@ struct Fa3BackwardProducers : Fa3Cta<Fa3BackwardParams, KeyTile> {
             .count_before(tile.first_key / kBlockKV);
     }
 
-    // Adds each consumer's half of a Q tile of `rows` rows, or stores it.
-    FLASH_DEVICE void add_halves(const typename DQPipeline::State& c, int rows, int row_group,
-                                 bool stores) const {
-        float* accum = params.dq_accum + int64_t{row_group} * (kWorkspaceRows * kHeadDim);
-#pragma unroll 1
-        for (int i = 0; i < kConsumers; ++i) {
-            const DQPipeline pipeline = dq_pipeline(i);
-            const auto half = DQTile::half(i, rows);
-            float* target = accum + half.first;
-            pipeline.consumer_wait(c);
-            if (half.size == 0) {  // none of its queries exists
-            } else if (stores) {
-                ptx::bulk_store(target, pipeline.stage(c), half.size * 4);
-            } else {
-                ptx::bulk_add(target, pipeline.stage(c), half.size * 4);
-            }
-            ptx::bulk_wait_read();
-            pipeline.consumer_release(c);
+    // Adds a consumer's half of a Q tile of `rows` rows, or stores it.
+    FLASH_DEVICE void add_half(int consumer, const typename DQPipeline::State& c, int rows,
+                               int row_group, bool stores) const {
+        const DQPipeline pipeline = dq_pipeline(consumer);
+        const auto half = DQTile::half(consumer, rows);
+        float* target =
+            params.dq_accum + int64_t{row_group} * (kWorkspaceRows * kHeadDim) + half.first;
+        pipeline.consumer_wait(c);
+        if (half.size == 0) {  // none of its queries exists
+        } else if (stores) {
+            ptx::bulk_store(target, pipeline.stage(c), half.size * 4);
+        } else {
+            ptx::bulk_add(target, pipeline.stage(c), half.size * 4);
         }
+        ptx::bulk_commit();
     }
 
-    // Counts once all that this thread has added to dQ is visible.
+    // Counts once all that this thread has added to dQ is visible, but for the last groups.
+    template <int kLastGroups>
     FLASH_DEVICE void count_added(int* count) const {
-        ptx::bulk_wait();
+        ptx::bulk_wait<kLastGroups>();
         ptx::fence_proxy_async_global();
         ptx::red_add_release(count, 1);
     }

@@ -15,10 +15,17 @@
 // where each CTA takes a share of the elements. More splits than a cluster has are several
 // clusters: their results go through global memory, and of the CTAs with the same share the one
 // that is last combines them. So there is no second kernel.
+//
+// K and V of 8 bits, beside Q of 16, halve the bytes. A warp's blocks are then of 32 keys, as many
+// bytes as 16 have in 16 bits. The matmuls are those of halves: K and V become halves in registers
+// (tile/bytes.cuh), and Q before the loop. Sums times Q's and K's factors are the scores, for which
+// the rest is as with 16 bits; V's descales come at the end. All calls with such inputs run here,
+// with many Q tiles, too.
 #pragma once
 
 #include "kernels/common/launch.cuh"
 #include "kernels/common/softmax.cuh"
+#include "kernels/fa3/decode_scales.cuh"
 #include "problem/key_rows.cuh"
 #include "problem/score.cuh"
 #include "ptx/cluster.cuh"
@@ -27,6 +34,7 @@
 #include "schedule/split_kv.cuh"
 #include "schedule/tile_numbers.cuh"
 #include "schedule/tile_order.cuh"
+#include "tile/bytes.cuh"
 #include "tile/gemm.cuh"
 
 namespace flash_ext {
@@ -36,21 +44,27 @@ struct Fa3DecodeParams : ForwardParams {
     float exponent_scale;
 };
 
-template <class Element, int kHeadDim, int kHeadDimV, tuning::Fa3DecodeShape kTuning>
+// Key: of K and V in memory. Element: of the matmuls; of Q and the output unless Key has 8 bits.
+template <class Element, class Key, int kHeadDim, int kHeadDimV, tuning::Fa3DecodeShape kTuning>
 struct Fa3Decode {
+    static constexpr bool kBytes = sizeof(Key) == 1;
     static constexpr int kRows = kTuning.rows;
-    static constexpr int kKeys = 16;  // that a warp takes at a time
+    static constexpr int kKeys = 32 / sizeof(Key);  // that a warp takes at a time
     static constexpr int kWarps = kTuning.warps;
     static constexpr int kThreads = 32 * kWarps;
     static constexpr int kStages = kTuning.stages;
     static constexpr int kCtasPerSm = kTuning.ctas_per_sm;
 
     using QTile = SharedTile<Element, kRows, kHeadDim>;
-    using KTile = SharedTile<Element, kKeys, kHeadDim>;
-    using VTile = SharedTile<Element, kKeys, kHeadDimV>;
+    using KTile = SharedTile<Key, kKeys, kHeadDim>;
+    using VTile = SharedTile<Key, kKeys, kHeadDimV>;
+    using KOperand = std::conditional_t<kBytes, BFromByteRows<KTile>, BFromRows<KTile>>;
+    using VOperand = std::conditional_t<kBytes, BFromByteColumns<VTile>, BFromColumns<VTile>>;
+    using Factors = std::conditional_t<kBytes, ScoreFactors<kRows>, NoScoreFactors>;
     using Scores = RegisterTile<kRows, kKeys>;
     using Output = RegisterTile<kRows, kHeadDimV>;
-    using Softmax = OnlineSoftmax<kRows>;
+    // bfloat16 holds all P; halves then do so from 2^-31 on, relative to the maximum's.
+    using Softmax = OnlineSoftmax<kRows, kBytes ? 7 : 0>;
 
     // A result over some of the keys: O not divided by the sums, row maxima and sums.
     template <int kPartialRows>
@@ -71,8 +85,8 @@ struct Fa3Decode {
             PartialOf<16> of_warps[kWarps];  // after the loop, 16 rows at a time
         };
         char q[QTile::kBytes];
-        Partial of_split;
-        bool last;  // is this CTA the last one to store its share?
+        Partial of_split;  // until then its maxima are the factors of Q's rows, of 8 bits
+        bool last;         // is this CTA the last one to store its share?
     };
     static_assert((sizeof(SharedStorage) + 1024) * kCtasPerSm <= 228 * 1024);
 
@@ -84,12 +98,15 @@ struct Fa3Decode {
     int first_query;   // of the tile
 
     FLASH_DEVICE explicit Fa3Decode(const Fa3DecodeParams& p) : params(p) {
-        // A head of a dense batch has one tile, and varlen sequences are one batch.
+        // Varlen sequences are one batch. A head of a dense batch has one tile, unless K and V have
+        // 8 bits.
         const int number = tile_number();
         const int heads = p.pack_gqa_log2 > 0 ? p.heads_k : p.heads_q;
         const bool varlen = p.cu_seqlens_q != nullptr;
+        const int tiles = kBytes && !varlen ? p.tile_order.tiles / p.num_splits : 1;
         const SequenceTile tile = tile_of<true, Rows::kQueries>(
-            p, varlen ? 0 : number / heads, varlen ? number / heads : 0, queries());
+            p, varlen ? 0 : number / heads / tiles,
+            varlen ? number / heads : number / heads % tiles, queries());
         sequence = tile.sequence;
         group = group_of(p);
         head = number % heads;
@@ -142,6 +159,28 @@ struct Fa3Decode {
         }
     }
 
+    // The same in halves, with a factor of each row.
+    template <class Given>
+    FLASH_DEVICE void load_q_as_halves() const {
+        constexpr int kRowsOfWarp = ceil_div(kRows, kWarps);
+        const auto row_at = [](int i) { return warp_id() + i * kWarps; };
+        RowToHalves<QTile> rows[kRowsOfWarp];
+#pragma unroll
+        for (int i = 0; i < kRowsOfWarp; ++i) {  // all loads before their first use
+            const int row = row_at(i);
+            rows[i].load(row_pointer<const __half>(params.q, sequence.batch,
+                                                   sequence.q_begin + query_of(row), head_of(row)),
+                         is_valid(row), params.head_dim);
+        }
+#pragma unroll
+        for (int i = 0; i < kRowsOfWarp; ++i) {
+            if (row_at(i) >= kRows) break;
+            const int power = power_to_halves(warp_max(rows[i].template largest<Given>()));
+            rows[i].template store<Given>(ptx::shared_address(storage.q), row_at(i), power);
+            storage.of_split.max[row_at(i)] = to_power_of_two(-power);
+        }
+    }
+
     // This warp's blocks of keys, one after another, each as a group of cp.async.
     template <class Tile>
     struct Loads {
@@ -150,12 +189,12 @@ struct Fa3Decode {
         KeyRows keys;
         VisibleTiles blocks;
         int i;  // of the next block
-        TileCursor<Tile, 32, false, Element> cursor;
+        TileCursor<Tile, 32, false, Key> cursor;
 
         FLASH_DEVICE int first_key() const { return blocks.tile(i) * Tile::kRows; }
 
         FLASH_DEVICE void start(int head) {
-            cursor.start(keys.template tile<Element>(view, head, first_key(), 0));
+            cursor.start(keys.template tile<Key>(view, head, first_key(), 0));
         }
         FLASH_DEVICE void next(const char* stage) {
             const int key = first_key();
@@ -205,30 +244,40 @@ struct Fa3Decode {
         v_loads.start(head_k);
         auto& stages = storage.stages[warp_id()];
         constexpr int kPending = 2 * kStages - 1;  // groups after the one that is needed
-        load_q();                                  // belongs to the first group
+        if constexpr (!kBytes) load_q();           // belongs to the first group
 #pragma unroll
         for (int i = 0; i < kStages; ++i) {
             k_loads.next(stages[i].k);
             v_loads.next(stages[i].v);
         }
+        if constexpr (kBytes) {
+            if (params.element_type == ElementType::kFloat16) {
+                load_q_as_halves<__half>();
+            } else {
+                load_q_as_halves<__nv_bfloat16>();
+            }
+        }
         ptx::cp_async_wait<kPending>();
         __syncthreads();  // all of Q has landed
         const AFromRows<QTile> q(ptx::shared_address(storage.q));
+        const Factors factors({params.k_descale, sequence, head_k}, storage.of_split.max);
 
         for (int stage = 0; block < blocks.end; block += kWarps) {
             Scores rS;
             rS.clear();
+            const float k_factor = factors.of_block(blocks.tile(block) * kKeys);
             ptx::cp_async_wait<kPending>();
             __syncwarp();  // the loads of all lanes have landed
-            gemm<Element, kHeadDim>(rS, q, BFromRows<KTile>(ptx::shared_address(stages[stage].k)));
+            gemm<Element, kHeadDim>(rS, q, KOperand(ptx::shared_address(stages[stage].k)));
             __syncwarp();  // all lanes have read K
             k_loads.next(stages[stage].k);
+            factors.apply(rS, k_factor);
             finish_scores(rS, mask, blocks, block);
             softmax.update(rS, rO, params.exponent_scale);
             ptx::cp_async_wait<kPending>();
             __syncwarp();
             gemm<Element, kKeys>(rO, AFromRegisters<Element, Scores>{rS},
-                                 BFromColumns<VTile>(ptx::shared_address(stages[stage].v)));
+                                 VOperand(ptx::shared_address(stages[stage].v)));
             __syncwarp();
             v_loads.next(stages[stage].v);
             if (++stage == kStages) stage = 0;
@@ -249,9 +298,15 @@ struct Fa3Decode {
                 partial.max[row] = softmax.row_max[m][i];
                 partial.sum[row] = softmax.row_sum[m][i];
             }
-            rO.for_each_pair_of_row(m, i, [&](float x, float y, int col) {
-                *reinterpret_cast<float2*>(&partial.out[row][col + lane_col()]) = {x, y};
-            });
+            if constexpr (kBytes) {
+                for_each_four_of_row(rO, m, i, [&](float4 x, int col) {
+                    *reinterpret_cast<float4*>(&partial.out[row][col]) = x;
+                });
+            } else {
+                rO.for_each_pair_of_row(m, i, [&](float x, float y, int col) {
+                    *reinterpret_cast<float2*>(&partial.out[row][col + lane_col()]) = {x, y};
+                });
+            }
         }
     }
 
@@ -325,9 +380,25 @@ struct Fa3Decode {
         if (col >= params.head_dim_v) return;  // a multiple of 8
         auto* target = row_pointer<Element>(params.out, sequence.batch, sequence.q_begin + query,
                                             head_of(row));
-        *reinterpret_cast<uint2*>(target + col) = {
-            ptx::pack<Element>(all.out.x * factor, all.out.y * factor),
-            ptx::pack<Element>(all.out.z * factor, all.out.w * factor)};
+        const auto store = [&]<class Out>(Out, float4 x) {
+            *reinterpret_cast<uint2*>(target + col) = {ptx::pack<Out>(x.x, x.y),
+                                                       ptx::pack<Out>(x.z, x.w)};
+        };
+        float4 x{all.out.x * factor, all.out.y * factor, all.out.z * factor, all.out.w * factor};
+        if constexpr (kBytes) {
+            descale(x, col);
+            if (params.out_type == ElementType::kBFloat16) return store(__nv_bfloat16{}, x);
+        }
+        store(Element{}, x);
+    }
+
+    // Applies the descales of V, of four columns.
+    FLASH_DEVICE void descale(float4& x, int col) const {
+        const HeadDescales of_v(params.v_descale, sequence, head_k);
+        x.x *= of_v.at(col);
+        x.y *= of_v.at(col + 1);
+        x.z *= of_v.at(col + 2);
+        x.w *= of_v.at(col + 3);
     }
 
     // This CTA's share of the elements, over the splits of the cluster.
@@ -407,21 +478,39 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerSm)
 #endif
 }
 
-template <int kHeadDim, int kHeadDimV>
-cudaError_t fa3_decode(const ForwardParams& call, const ForwardKernel& kernel,
-                       cudaStream_t stream) {
+// kRow: of the tuning table.
+template <class Element, class Key, tuning::Fa3DecodeRow kRow>
+cudaError_t launch_decode(const ForwardParams& call, const ForwardKernel& kernel,
+                          cudaStream_t stream) {
     const Fa3DecodeParams params{call, launch_epoch(), exponent_scale(call)};
     using enum tuning::Fa3DecodeTile;
-    return dispatch_element(params.element_type, [&](auto element) {
-        return dispatch<kFewRows, kManyKeys, kManyRows>(*kernel.decode_tile, [&](auto tile) {
-            using Kernel = Fa3Decode<decltype(element), kHeadDim, kHeadDimV,
-                                     tuning::fa3_decode_shape({kHeadDim, kHeadDimV}, tile)>;
-            return launch_kernel<fa3_decode_kernel<Kernel>>(
-                work_tile_count(params.tile_order), Kernel::kThreads,
-                sizeof(typename Kernel::SharedStorage), params, stream,
-                {.cluster = min_of(params.num_splits, kMaxClusterSplits)});
-        });
+    return dispatch<kFewRows, kManyKeys, kManyRows>(*kernel.decode_tile, [&](auto tile) {
+        using Kernel = Fa3Decode<Element, Key, kRow.head_dims.qk, kRow.head_dims.v,
+                                 tuning::fa3_decode_shape(kRow, tile)>;
+        return launch_kernel<fa3_decode_kernel<Kernel>>(
+            work_tile_count(params.tile_order), Kernel::kThreads,
+            sizeof(typename Kernel::SharedStorage), params, stream,
+            {.cluster = min_of(params.num_splits, kMaxClusterSplits)});
     });
+}
+
+template <int kHeadDim, int kHeadDimV>
+cudaError_t fa3_decode(const ForwardParams& params, const ForwardKernel& kernel,
+                       cudaStream_t stream) {
+    constexpr auto kRow = tuning::row_of(tuning::kFa3Decode, {kHeadDim, kHeadDimV});
+    return dispatch_element(params.element_type, [&](auto element) {
+        using Element = decltype(element);
+        return launch_decode<Element, Element, kRow>(params, kernel, stream);
+    });
+}
+
+template <int kHeadDim, int kHeadDimV>
+cudaError_t fa3_decode_8_bits(const ForwardParams& params, const ForwardKernel& kernel,
+                              cudaStream_t stream) {
+    constexpr auto kRow = tuning::row_of(tuning::kFa3Decode8Bits, {kHeadDim, kHeadDimV});
+    return params.key_type == ElementType::kInt8
+               ? launch_decode<__half, Int8, kRow>(params, kernel, stream)
+               : launch_decode<__half, Float8, kRow>(params, kernel, stream);
 }
 
 }  // namespace flash_ext

@@ -159,7 +159,7 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
     // How often the code has an iteration with a mask. Twice, one for each P, its softmax may run
     // beside its P V, as without a mask. Once, the code is smaller and compiles faster, and it is
     // faster up to d 64 and with options. d 128 and 256 are up to 4 % faster with it twice.
-    static constexpr int kMaskedSteps = kHeadDim % 128 == 0 && !changes_scores(kOptions) ? 2 : 1;
+    static constexpr int kMaskedSteps = kHeadDim % 128 == 0 && !visits_elements(kOptions) ? 2 : 1;
 
     // Does an iteration test the barriers of the next one before its softmax, since a test takes
     // long? With four consumers and at d 128 and 256 that costs more than it saves.
@@ -199,6 +199,18 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
         const bool fresh = !kUnmasked && new_tile;
         if (fresh) x.softmax = this->template begin_softmax<Softmax>(work_tiles[x.tile]);
         x.rescaling = x.softmax.step(x.rS, rP, exponent_scale<kOptions>(params), fresh);
+        if constexpr (contains(kOptions, OptionSet::kDropout)) drop(x, rP);
+    }
+
+    // Dropout. The row sums have all of P already.
+    FLASH_DEVICE void drop(const State& x, Probabilities& rP) const {
+        const QueryTile& tile = work_tiles[x.tile];
+        for_each_keep<Scores>(
+            dropout_mask(params, tile.sequence, tile.head), tile.first_query + this->warp_row(),
+            tile.kv_tiles.tile(x.kv_tile) * kBlockKV, [&](int, int n, int i, bool keep) {
+                uint32_t& pair = rP.v[n / 2][n % 2 * 2 + i / 2];
+                if (!keep) pair &= i % 2 == 0 ? 0xffff0000 : 0x0000ffff;
+            });
     }
 
     // Before P V: rescales O, or stores it as the result of the previous Q tile. kInTurn: it is

@@ -310,11 +310,14 @@ struct Fa3ForwardTiles : Fa3Cta<Fa3ForwardParams, QueryTile, kTuning.consumers> 
 
     // --- Results ---
 
-    // O / l.
+    // O / l, with dropout times the factor of entries that are kept.
     template <class Softmax>
-    static FLASH_DEVICE void normalize(Output& rO, Softmax& softmax) {
+    FLASH_DEVICE void normalize(Output& rO, Softmax& softmax) const {
         softmax.finish();
-        RowRescaling{true, {softmax.inverse_sum(0, 0), softmax.inverse_sum(0, 1)}}.apply(rO);
+        const float factor =
+            contains(kOptions, OptionSet::kDropout) ? params.p_factor * params.late_factor : 1.f;
+        RowRescaling{true, {factor * softmax.inverse_sum(0, 0), factor * softmax.inverse_sum(0, 1)}}
+            .apply(rO);
     }
 
     // Calls store(element of out).
@@ -350,7 +353,7 @@ struct Fa3ForwardTiles : Fa3Cta<Fa3ForwardParams, QueryTile, kTuning.consumers> 
             return first + int64_t{head} * params.seqlen_q + query;
         };
         // Of the kernels for splits, only one with options may have neither splits nor groups.
-        constexpr bool kForSplits = kMayHaveSplits && !changes_scores(kOptions);
+        constexpr bool kForSplits = kMayHaveSplits && !visits_elements(kOptions);
         constexpr bool kSplits = kForSplits && !kLast, kGroup = kForSplits && kLast;
         if (kSplits || (kMayHaveSplits && params.o_partial != nullptr)) {
             const int64_t first = tile.split * statistics_rows(params) + statistics;

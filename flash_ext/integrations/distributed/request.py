@@ -355,8 +355,9 @@ def _check(
     slopes = options.get("alibi_slopes")
     if documents is not None and slopes is not None and slopes.dim() != 1:
         refuse("alibi_slopes", "of shape (heads_q) with cu_seqlens", tuple(slopes.shape))
-    if q.dtype in QK_8_BITS:
-        refuse("q", "of more than 8 bits", dtype_name(q.dtype))
+    for name, x in (("q", q), ("k", k)):
+        if x.dtype in QK_8_BITS:
+            refuse(name, "of more than 8 bits", dtype_name(x.dtype))
     method, transport = request.method, request.transport
     if method != "auto" and (
         reason := unsupported_reason(method, groups, q, k, shards, mask, options)

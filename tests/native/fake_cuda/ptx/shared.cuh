@@ -25,7 +25,10 @@ template <class T>
 void ld_shared_v4(T (&v)[4], uint32_t address) {
     ld_shared(v, address);
 }
-inline void st_shared(uint32_t address, uint32_t) { note(Event::kWrite, address, 4); }
+inline void st_shared(uint32_t address, uint32_t value) {
+    note(Event::kWrite, address, 4);
+    std::memcpy(device::storage + address, &value, 4);
+}
 inline void st_shared_v2(uint32_t address, uint32_t, uint32_t) { note(Event::kWrite, address, 8); }
 template <class T>
 void st_shared_v4(uint32_t address, const T (&)[4]) {

@@ -1,0 +1,120 @@
+// What K and V of 8 bits add to decode.cuh: Q in halves, and the scales.
+#pragma once
+
+#include "kernels/common/softmax.cuh"
+#include "problem/params.h"
+#include "ptx/shared.cuh"
+#include "tile/bytes.cuh"
+
+namespace flash_ext {
+
+// The descales of a head of a sequence, 1 where there are none. A sequence without keys may have no
+// descales.
+struct HeadDescales {
+    const float* data;  // null: 1
+    int64_t stride;
+    int last;  // block; 0 unless there are blocks
+
+    FLASH_DEVICE HeadDescales(const Descale& x, const Sequence& sequence, int head)
+        : data(x.data == nullptr || sequence.seqlen_k == 0
+                   ? nullptr
+                   : x.data + sequence.index() * x.batch_stride + head * x.head_stride),
+          stride(x.last_stride),
+          last(x.last_block) {}
+
+    FLASH_DEVICE float at(int i) const { return data == nullptr ? 1.f : __ldg(data + i * stride); }
+    // Lengths and offsets that are wrong must not read beyond them.
+    FLASH_DEVICE float of_key(int key) const { return at(min_of(key / kDescaleRows, last)); }
+};
+
+// The factors from a warp's sums of halves of Q and numbers of K to scores. A warp's blocks of keys
+// have one descale each. It is loaded before Q K^T, and used after it.
+template <int kRows>
+struct ScoreFactors {
+    HeadDescales of_keys;
+    float of_rows[kRows / 16][2];
+
+    // Q's factors of rows are in shared memory.
+    FLASH_DEVICE ScoreFactors(const HeadDescales& descales, const float* q_factors)
+        : of_keys(descales) {
+        for_each_row<kRows>([&](int m, int i, int row) { of_rows[m][i] = q_factors[row]; });
+    }
+    FLASH_DEVICE float of_block(int first_key) const { return of_keys.of_key(first_key); }
+    // First the product of both factors: one may be as large as the other is small.
+    template <class Scores>
+    FLASH_DEVICE void apply(Scores& s, float of_block) const {
+        for_each_row<kRows>([&](int m, int i, int) {
+            const float factor = of_rows[m][i] * of_block;
+            s.map_row(m, i, [&](float x) { return x * factor; });
+        });
+    }
+};
+
+// With 16 bits sums are scores.
+struct NoScoreFactors {
+    FLASH_DEVICE NoScoreFactors(const HeadDescales&, const float*) {}
+    FLASH_DEVICE float of_block(int) const { return 1.f; }
+    template <class Scores>
+    FLASH_DEVICE void apply(Scores&, float) const {}
+};
+
+// From -126 to 127.
+FLASH_DEVICE float to_power_of_two(int exponent) { return __int_as_float((127 + exponent) << 23); }
+
+// The power of two that brings the largest magnitude of a row of Q up to, but not to, 2^16. Then
+// all but elements below 2^-32 of it are exact as halves. At most 2^126, whose inverse is a normal
+// number; 1 for rows of halves near the largest, 65,504.
+FLASH_DEVICE int power_to_halves(float largest) {
+    return min_of(15 - ((__float_as_int(largest) >> 23) - 127), 126);
+}
+
+// A row of Q by a warp, a lane for 4 of 128 elements.
+template <class QTile>
+struct RowToHalves {
+    static constexpr int kPasses = ceil_div(QTile::kCols, 128);
+    uint2 packed[kPasses];
+
+    FLASH_DEVICE static int col(int pass) { return 128 * pass + 4 * lane_id(); }
+
+    // 16-bit elements; columns from `cols` on are zeros.
+    FLASH_DEVICE void load(const __half* source, bool is_valid, int cols) {
+#pragma unroll
+        for (int pass = 0; pass < kPasses; ++pass)
+            packed[pass] = is_valid && col(pass) < cols
+                               ? __ldg(reinterpret_cast<const uint2*>(source + col(pass)))
+                               : uint2{0, 0};
+    }
+
+    // visit(two adjacent elements, their column)
+    template <class Element, class Visit>
+    FLASH_DEVICE void for_each_pair(Visit visit) const {
+#pragma unroll
+        for (int pass = 0; pass < kPasses; ++pass) {
+            visit(ptx::unpack<Element>(packed[pass].x), col(pass));
+            visit(ptx::unpack<Element>(packed[pass].y), col(pass) + 2);
+        }
+    }
+
+    // The largest magnitude of this lane's elements.
+    template <class Element>
+    FLASH_DEVICE float largest() const {
+        float found = 0.f;
+        for_each_pair<Element>(
+            [&](float2 x, int) { found = fmaxf(found, fmaxf(fabsf(x.x), fabsf(x.y))); });
+        return found;
+    }
+
+    // Stores the row times 2^power.
+    template <class Element>
+    FLASH_DEVICE void store(uint32_t q, int row, int power) const {
+        const float factor = to_power_of_two(power);
+        for_each_pair<Element>([&](float2 x, int col) {
+            if (col >= QTile::kCols) return;
+            const int place = place_beside_bytes(col);
+            ptx::st_shared(q + QTile::offset(row, place / 8) + place % 8 * 2,
+                           ptx::pack<__half>(x.x * factor, x.y * factor));
+        });
+    }
+};
+
+}  // namespace flash_ext
