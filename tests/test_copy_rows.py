@@ -20,7 +20,7 @@ POISON = 7777
 
 @pytest.fixture(scope="session")
 def native() -> ModuleType:
-    flags = [*DEVICE_CODE, "-O1", "-Wno-unused-variable"]
+    flags = [*DEVICE_CODE, "-Wno-unused-variable"]
     return python_module(
         "flash_ext_copies", [NATIVE / "copies.cpp", FAKE_CUDA / "device.cpp"], flags
     )
