@@ -541,6 +541,15 @@ def test_parts_are_summed_into_the_copies_of_gradients(
         assert sizes(plan)["dk_parts"] % (2 * of_dk) == sizes(plan)["dv_parts"] % (2 * of_dv) == 0
 
 
+@pytest.mark.parametrize("name", ("kv_8_bits", "fp8"))
+def test_rows_of_8_bits_are_never_copied(name: str, native: ModuleType) -> None:
+    """K of 16 GiB, which would be out of reach if its elements had two bytes."""
+    sizes = dict(batch=64, seqlen_q=1, seqlen_k=1 << 20, heads_k=2, heads_q=2)
+    p = problem(native, **sizes, head_dim=128, head_dim_v=128, **{name: True})
+    assert p.choose_forward("auto") == ("fa3", "") and p.copied() == ""
+    assert p.forward("fa3").copies == []
+
+
 def test_few_queries_do_not_copy_long_keys(native: ModuleType) -> None:
     """Unless that is named: a copy of a long cache may take as long as fa2."""
     decoding = dict(batch=4, seqlen_q=1, seqlen_k=4096, heads_q=8, heads_k=8)

@@ -48,6 +48,7 @@ void copy_if_needed(Plan& plan, RowCopies& copies, TensorView& view, Rows rows, 
         .strides = {view.batch_stride, view.row_stride, view.head_stride, 1},
         .element_bytes = element_bytes(params.element_type)};
     const bool loaded = &copies == &plan.inputs;
+    if (has_8_bit_keys(params)) return;  // FA3 refuses such rows
     if (loaded ? given.is_reached_by_tma() : given.is_aligned()) return;
     const Operand copy = given.aligned_copy();
     copies.all[copies.count++] = {view,
