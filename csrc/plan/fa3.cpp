@@ -115,8 +115,8 @@ void plan_fa3_forward(ForwardPlan& plan) {
     ForwardKernel& kernel = plan.kernel;
     const GpuModel& gpu = kernel.gpu;
     // ALiBi and dropout differ between heads, and TMA needs a positive stride between them.
-    const bool may_pack_gqa = params.alibi_slopes == nullptr && params.rng_state == nullptr &&
-                              params.q.head_stride > 0;
+    const bool may_pack_gqa =
+        params.alibi_slopes == nullptr && params.rng_state == nullptr && params.q.head_stride > 0;
     if (plan_fa3_decode(plan, may_pack_gqa)) return;
 
     // Splits and packed GQA, by the smallest Q tiles.

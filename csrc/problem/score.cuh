@@ -37,7 +37,8 @@ FLASH_DEVICE auto exponent_scale(const AttentionParams& params) {
 //     s -= slope |i + seqlen_k - seqlen_q - j| with ALiBi,  s += bias_ij.
 // For kernels whose options change scores. Elements are addressed by position within the sequence:
 // a tile's row 0 and column 0 are at first_row and first_col.
-template <class Element, Rows kRows, OptionSet kOptions>
+// kExactTanh: to a few units in the last place, or to 2^-11.
+template <class Element, Rows kRows, OptionSet kOptions, bool kExactTanh = true>
 struct ScoreFunction {
     const AttentionParams& params;
     const Sequence& sequence;
@@ -46,11 +47,13 @@ struct ScoreFunction {
     template <class Scores>
     FLASH_DEVICE void apply(Scores& s, int first_row, int first_col) const {
         if constexpr (only_softcap(kOptions)) {
-            // By one instruction. Its relative error is at most 2^-11, and so the absolute one of a
-            // score kMaxTanhSoftcap / 2^11 (docs/notes/031-options.md).
-            s.map([&](float x) { return ptx::tanh(params.tanh_scale * x); });
+            s.map([&](float x) { return approximate_tanh(x); });
         } else if (contains(kOptions, OptionSet::kSoftcap) && params.softcap != 0.f) {
-            apply_softcap(s);
+            if constexpr (kExactTanh) {
+                apply_softcap(s);
+            } else {
+                s.map([&](float x) { return params.softcap_log2 * approximate_tanh(x); });
+            }
         } else {
             s.scale(params.scale_log2);
         }
@@ -85,6 +88,10 @@ struct ScoreFunction {
     }
 
  private:
+    // tanh(scale q k / c) by one instruction. Its relative error is at most 2^-11, and so the
+    // absolute one of a score c / 2^11 (docs/notes/031-options.md).
+    FLASH_DEVICE float approximate_tanh(float x) const { return ptx::tanh(params.tanh_scale * x); }
+
     // c tanh(scale q k / c) = c (1 - 2 / (1 + 2^x)), accurate to a few units in the last place:
     // near 0, where that cancels, by the series of tanh(x / kTwoLog2e).
     template <class Scores>

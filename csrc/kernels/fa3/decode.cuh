@@ -228,7 +228,8 @@ struct Fa3Decode {
                                     int i) const {
         const Interval keys = tile_interval(blocks.tile(i), kKeys);
         if (params.changes_scores) [[unlikely]]  // packed GQA has no ALiBi, which uses first_query
-            ScoreFunction<Element, Rows::kQueries, tuning::kFa3Scores>{params, sequence, head}
+            ScoreFunction<Element, Rows::kQueries, tuning::kFa3Scores, !kBytes>{params, sequence,
+                                                                                head}
                 .apply(rS, first_query, keys.begin);
         // ptxas 13.0: what follows from it would be spilled over the loop of 8 bits.
         const int first = kBytes ? ptx::not_hoisted(first_query) : first_query;
