@@ -6,6 +6,7 @@ what is missing and how to get it, SDPA's layout that goes unnoticed, and alarms
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from pathlib import Path
 
@@ -35,8 +36,11 @@ def test_what_runs(device: str) -> None:
         expected = device_unsupported_reason(variant, device)
         assert reason is None if expected is None else expected in reason
     assert device in explanation.device
+    assert explanation.copied is None
+    copied = dataclasses.replace(explanation, copied="q, k")
+    assert "; rows of q, k are copied to aligned memory first\n" in str(copied)
     text = str(explanation)
-    assert len(text.splitlines()) >= 5
+    assert len(text.splitlines()) >= 5 and "copied" not in text
     assert all(word in text for word in (*VARIANTS, device))
 
 
