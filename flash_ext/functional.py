@@ -251,7 +251,7 @@ def attention(
     negative, which is not checked.
 
     k and v may have 8 bits beside a q of 16 (on CPU also more): both float8_e4m3fn, or both int8,
-    with k_descale and v_descale. This is for decoding, where the time is that of reading k and v.
+    with k_descale and v_descale. This is for decoding, which takes as long as reading k and v.
     Only "fa3" has it, only forward, with D and Dv multiples of 16, and without dropout and bias. k
     and v become float16, exactly, and P is rounded to it.
 

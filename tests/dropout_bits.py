@@ -6,9 +6,7 @@ Independent of flash_ext.dropout, which works on whole tensors, and of csrc/prob
 from __future__ import annotations
 
 
-def philox4x32(
-    counter: tuple[int, ...], key: tuple[int, ...], rounds: int = 7
-) -> tuple[int, ...]:
+def philox4x32(counter: tuple[int, ...], key: tuple[int, ...], rounds: int = 7) -> tuple[int, ...]:
     """Philox4x32, one number at a time (Salmon et al., 2011)."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
