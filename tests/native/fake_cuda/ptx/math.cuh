@@ -11,6 +11,7 @@ inline float ex2_in_order(float x) { return std::exp2(x); }
 inline float fma(float x, float y, float z) { return x * y + z; }
 inline void add_to(float& sum, float x) { sum += x; }
 inline float lg2(float x) { return std::log2(x); }
+inline float tanh(float x) { return std::tanh(x); }
 inline float rcp(float x) { return 1.f / x; }
 inline uint32_t bit_range(uint32_t begin, uint32_t width) {
     return static_cast<uint32_t>(((uint64_t{1} << (width < 32 ? width : 32)) - 1) << begin);
