@@ -22,11 +22,11 @@ inline void fence_proxy_async_global() {}
 inline void bulk_store(float*, uint32_t shared, int bytes) { note(Event::kStore, shared, bytes); }
 inline void bulk_add(float*, uint32_t shared, int bytes) { note(Event::kStore, shared, bytes); }
 inline void bulk_wait_read() { note(Event::kStoreWait); }
-inline void bulk_commit() {}
-template <int>
+template <int kPending>
 void bulk_wait() {
-    note(Event::kStoreWait);
+    if (kPending == 0) note(Event::kStoreWait);  // releases of memory wait for all
 }
+inline void bulk_commit() {}
 inline void tma_prefetch_4d(const CUtensorMap&, int, int, int, int) {}
 inline void prefetch_tensor_map(const CUtensorMap&) {}
 
