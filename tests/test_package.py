@@ -72,7 +72,7 @@ def test_the_table_of_options(capsys: pytest.CaptureFixture) -> None:
     assert main(["--options"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "\n".join(lines) == table() and len(lines) == len(FIELDS) + 2
-    assert "| `dropout_p` | float | `0.0` | fa1, fa2 |" in table()
+    assert "| `dropout_p` | float | `0.0` | all |" in table()
     assert "| `softcap` | float | `0.0` | all; fa3 up to 2048 |" in table()
 
 

@@ -173,7 +173,7 @@ def fa1_backward(tiling: Tiling, operands: Operands, saved: Saved) -> tuple[Tens
     """
     Q, K, V = operands
     Out, dO, dL = saved.O, saved.dO, saved.dL
-    ds_factor = math.sqrt(tiling.keep_scale)
+    ds_factor = tiling.ds_factor
     dQ, dK, dV = (torch.zeros_like(x) for x in operands)  # 5
 
     for k0, k1 in tiling.kv_blocks():  # 7
@@ -204,7 +204,7 @@ def fa2_backward(tiling: Tiling, operands: Operands, saved: Saved) -> tuple[Tens
     """
     Q, K, V = operands
     dO = saved.dO
-    ds_factor = math.sqrt(tiling.keep_scale)
+    ds_factor = tiling.ds_factor
     dQ, dK, dV = (torch.zeros_like(x) for x in operands)  # 3
     D = _delta(saved)  # 4
 

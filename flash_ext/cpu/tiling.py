@@ -143,6 +143,11 @@ class Tiling:
         """The rest of `keep_scale`: 1, or up to 2 for p above 1 − 2^-15."""
         return self.keep_scale / self.p_factor
 
+    @property
+    def ds_factor(self) -> float:
+        """The part of `keep_scale` that dS does not have when it is rounded."""
+        return 1.0 if self.input_dtype == self.dtype else math.sqrt(self.keep_scale)
+
     def sink_rows(self) -> Tensor:
         """The sink of each row of queries, (B·Hk, Sq·G, 1); −∞ without one."""
         if self.options.sink is None:
