@@ -1,11 +1,12 @@
 """The dropout mask: a pure function of (seed, offset, batch, head, row, column).
 
 Every variant on every device drops the same elements. Random bits come from Philox4x32-7 (Salmon
-et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011; no fewer rounds pass their tests): a call gives four words for rows {i, i + 8} and columns {j, j + 1} and those 8, 16 and 24
-further in a 16 × 32 tile. That is what one thread holds in the accumulators of four tensor-core
-instructions. A word serves rows {i, i + 8} and columns {j, j + 8}: their numbers are the word
-rotated by 0, 8, 16 and 24 bits. So the chance of each is exact to 32 bits, and two of a word
-correlate by less than 1/256.
+et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011; no fewer rounds pass their tests). A
+call gives four words for rows {i, i + 8} and columns {j, j + 1} and those 8, 16 and 24 further in a
+16 × 32 tile. That is what one thread holds in the accumulators of four tensor-core instructions. A
+word serves rows {i, i + 8} and columns {j, j + 8}: their numbers are the word rotated by 0, 8, 16
+and 24 bits. So the chance of each is exact to 32 bits, and two of a word correlate by less than
+1/256.
 """
 
 from __future__ import annotations
