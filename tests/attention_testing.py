@@ -328,7 +328,8 @@ def fa3_drops(problem: Problem) -> bool:
     """Whether fa3 has the problem's dropout, if there is any."""
     p = problem
     scores = p.softcap or p.alibi or (p.scale is not None and p.scale <= 0)
-    return not p.dropout_p or (max(p.head_dim, p.dim_v) <= 128 and not scores)
+    most = p.dtype == torch.float16 and p.dropout_p > 0.5
+    return not p.dropout_p or (max(p.head_dim, p.dim_v) <= 128 and not scores and not most)
 
 
 def backward_of(variant: str, problem: Problem) -> str:

@@ -16,6 +16,7 @@ from attention_testing import (
     Problem,
     _assert_rows_accurate,
     assert_bitwise_equal,
+    fa3_drops,
     reference_results,
     run,
 )
@@ -82,6 +83,9 @@ def test_extreme_rates() -> None:
 def uniform_attention(problem_shape, device, dtype, rng_state, p, variant, v, causal):
     """Attention with q = 0: every visible weight is the same, so zeros in P are dropped ones."""
     batch, seqlen_q, seqlen_k, heads_q, heads_k, dim = problem_shape
+    problem = Problem(batch, seqlen_q, seqlen_k, heads_q, heads_k, dim, dtype=dtype, dropout_p=p)
+    if not fa3_drops(problem) and variant == "fa3":
+        pytest.skip("fa2 stands in for fa3")
     q = torch.zeros(batch, seqlen_q, heads_q, dim, device=device, dtype=dtype)
     k = torch.randn(batch, seqlen_k, heads_k, dim, device=device).to(dtype)
     return flash_ext.attention(
@@ -196,7 +200,7 @@ def test_lse_is_that_of_the_undropped_weights(variant: str, device: str) -> None
     assert (dropped - plain).abs().max() < 1e-6 * (1 + plain.abs().max())
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ("auto", "fa1", "fa2"))
 @pytest.mark.parametrize("p", (0.9, 0.99, 0.9999))
 def test_p_has_its_factor_when_it_is_rounded(p: float, variant: str, device: str) -> None:
     """Most P here are below float16's smallest normal number, and above it with 1 / (1 - p).

@@ -459,7 +459,7 @@ def test_memory_grows_with_the_sequence_not_its_square(
     peaks = []
     for seqlen in (2048, 8192):
         problem = Problem(1, seqlen, seqlen, 4, 4, 64, causal=True)
-        problem = dataclasses.replace(problem, **options)
+        problem = runnable(variant, dataclasses.replace(problem, **options))
         if packed:
             lengths = (seqlen - 100, 100)
             problem = dataclasses.replace(problem, lengths_q=lengths, lengths_k=lengths)

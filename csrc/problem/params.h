@@ -125,11 +125,15 @@ inline constexpr float kMinScale = 1e-30f;
 // The largest softcap whose tanh one instruction computes well enough.
 inline constexpr float kMaxTanhSoftcap = 64.f;
 
-// A scale or a softcap that is tiny, a scale that is not positive, or a large softcap. 8-bit
+// A scale or a softcap that is tiny, a scale that is not positive, or a large softcap; or dropout
+// that keeps less than half, in fp16: small P then need a factor before they are rounded. 8-bit
 // kernels take any scale.
 inline bool has_rare_scale(const AttentionParams& params) {
+    if (has_8_bits(params)) return false;
     const float cap = params.softcap != 0.f ? params.softcap : 1.f;
-    return (min_of(params.scale, cap) < kMinScale || cap > kMaxTanhSoftcap) && !has_8_bits(params);
+    const float keep_scale = params.p_factor * params.late_factor;
+    return min_of(params.scale, cap) < kMinScale || cap > kMaxTanhSoftcap ||
+           (params.element_type == ElementType::kFloat16 && keep_scale > 2.f);
 }
 
 // The options that the call asks for.

@@ -171,7 +171,12 @@ struct OnlineSoftmax {
     // Of row 16 m + lane_row() + 8 i, where i need not be a compile-time constant.
     FLASH_DEVICE float max(int m, int i) const { return i == 0 ? row_max[m][0] : row_max[m][1]; }
     FLASH_DEVICE float sum(int m, int i) const { return i == 0 ? row_sum[m][0] : row_sum[m][1]; }
-    FLASH_DEVICE float lse(int m, int i) const { return log_sum_exp(max(m, i), sum(m, i)); }
+    FLASH_DEVICE float lse(int m, int i) const { return lse_of(max(m, i), sum(m, i)); }
+    // As if P of the maximum were 1: then the logarithm is no larger than lse.
+    static FLASH_DEVICE float lse_of(float max, float sum) {
+        if constexpr (kPowers == 0) return log_sum_exp(max, sum);
+        return log_sum_exp(max + kPowers, sum * (1.f / (1 << kPowers)));
+    }
 
     FLASH_DEVICE float inverse_sum(int m, int i) const {
         return row_sum[m][i] == 0.f ? 0.f : ptx::rcp(row_sum[m][i]);

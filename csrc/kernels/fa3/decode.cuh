@@ -384,7 +384,7 @@ struct Fa3Decode {
         const int query = query_of(row);
         if (col == 0)
             params.lse[statistics_offset(params, sequence, head_of(row)) + query] =
-                log_sum_exp(all.max, all.sum);
+                Softmax::lse_of(all.max, all.sum);
         if (col >= params.head_dim_v) return;  // a multiple of 8
         auto* target = row_pointer<Element>(params.out, sequence.batch, sequence.q_begin + query,
                                             head_of(row));
