@@ -86,10 +86,19 @@ def cases() -> Iterator[tuple[Problem, str, bool]]:
                 yield dataclasses.replace(packed, sink=True, causal=True), variant, True
                 yield dataclasses.replace(packed, softcap=2.0), variant, True
                 yield dataclasses.replace(base, heads_q=4, seqlen_q=300), variant, False  # in parts
+                if max(head_dim, head_dim_v) <= 128:
+                    yield dataclasses.replace(base, dropout_p=0.2, causal=True), variant, True
+                    yield dataclasses.replace(parts, dropout_p=0.2), variant, False
 
 
 def fp8_cases() -> Iterator[Problem]:
     """Forward only, with a descale for each block and channel; fa3."""
+    for dtype, head_dim in itertools.product((FP8, torch.int8), (48, 64, 128, 256)):
+        fine = {"kv_dtype": dtype, "k_descale": "fine", "v_descale": "fine"}
+        base = Problem(1, 3, 1100, 8, 1, head_dim, **fine)
+        yield base
+        yield dataclasses.replace(base, seqlen_q=70, seqlen_k=165, causal=True, softcap=2.0)
+        yield dataclasses.replace(base, lengths_q=(4, 0, 3), lengths_k=(65, 9, 0), sink=True)
     for head_dim, head_dim_v in HEAD_DIMS:
         fine = {"q_descale": "fine", "k_descale": "fine", "v_descale": "fine"}
         base = Problem(1, 65, 165, 2, 1, head_dim, head_dim_v=head_dim_v, dtype=FP8, **fine)
@@ -161,7 +170,7 @@ def run(inputs: Inputs, problem: Problem, variant: str, deterministic: bool) -> 
     # fa3's tile counter and the backward's flag are read before anything is written, on purpose.
     with nan_filled_outputs() if variant == "fa3" else contextlib.nullcontext():
         out, lse = torch.ops.flash_ext.fwd(q, k, v, **options)
-    if problem.dtype != FP8:
+    if problem.dtype != FP8 and problem.kv_dtype is None:
         with nan_filled_outputs():
             torch.ops.flash_ext.bwd(dout, dlse, q, k, v, out, lse, **options)
     torch.cuda.synchronize()
