@@ -69,8 +69,13 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
             cta.share_p_ds(rP, rdS);
             if constexpr (!Tile::kInRegisters) __syncthreads();  // P^T and dS^T are complete
             cta.accumulate_dv(rdV, rP, walk.stage);
+#if __CUDA_ARCH__ < 900  // ptxas 13.0: with the barrier after dK, as below, d 64 spills
+            if constexpr (Tile::kInRegisters) __syncthreads();
+#endif
             cta.accumulate_dk(rdK, rdS, walk.stage);
+#if __CUDA_ARCH__ >= 900
             if constexpr (Tile::kInRegisters) __syncthreads();  // dS^T is complete
+#endif
             compile_time_for<Tile::kDQSlices>([&](auto slice) {
                 typename Tile::DQ rdQ;
                 cta.template compute_dq<slice>(rdQ);
