@@ -34,6 +34,7 @@ from attention_testing import (
     unsupported_reason,
 )
 from test_attention import decoding
+from test_fp8 import assert_descales_of_k_and_v_are_their_own
 
 import flash_ext
 import flash_ext.reference
@@ -197,24 +198,7 @@ def test_without_descales_they_are_1(device: str) -> None:
 def test_every_block_head_and_channel_has_its_own(device: str) -> None:
     """One descale at a time, a factor of 8: what changes is what it belongs to, exactly."""
     p = problem(2, 3, 300, 4, 2, 64, k_descale="", v_descale="")
-    inputs = make_inputs(p, device)
-    out, _ = run(p, inputs)
-    for b, head, channel in itertools.product((0, 1), (0, 1), (0, 1, 2, 3, 37, 63)):
-        descale = torch.ones(2, 2, 64, device=device)
-        descale[b, head, channel] = 8
-        changed, _ = run(p, dataclasses.replace(inputs, v_descale=descale))
-        factor = torch.ones_like(out)
-        factor[b, :, 2 * head : 2 * head + 2, channel] = 8
-        assert_bitwise_equal(changed, out * factor)
-    for b, head, block in itertools.product((0, 1), (0, 1), (0, 1, 2)):
-        # With all other keys of the head at 0 a block of keys is a shift of lse.
-        descale = torch.full((2, 2, 3), 2.0**-20, device=device)
-        descale[b, head, block] = 1
-        _, lse = run(p, dataclasses.replace(inputs, k_descale=descale))
-        heads = (lse - math.log(300)).abs().amax(-1) > 1e-2
-        wanted = torch.zeros_like(heads)
-        wanted[b, 2 * head : 2 * head + 2] = True
-        assert torch.equal(heads, wanted)
+    assert_descales_of_k_and_v_are_their_own(p, make_inputs(p, device), run)
 
 
 def test_every_key_and_every_column_counts(device: str) -> None:

@@ -179,20 +179,13 @@ def test_without_descales_they_are_1(device: str) -> None:
             assert_bitwise_equal(a, e)
 
 
-def test_every_block_head_and_channel_has_its_own(device: str) -> None:
-    """One descale at a time, a factor of 8: what changes is what it belongs to, exactly."""
-    p = problem(2, 300, 300, 4, 2, 64, q_descale="", k_descale="", v_descale="")
-    inputs = make_inputs(p, device)
-    out, lse = run(p, inputs)
-    for b, head, block in itertools.product((0, 1), (0, 3), (0, 1, 2)):
-        descale = torch.ones(2, 4, 3, device=device)
-        descale[b, head, block] = 8
-        changed, _ = run(p, dataclasses.replace(inputs, q_descale=descale))
-        rows = (changed != out).any(-1)
-        expected = torch.zeros_like(rows)
-        expected[b, 128 * block : 128 * (block + 1), head] = True
-        assert torch.equal(rows, expected)
-    for b, head, channel in itertools.product((0, 1), (0, 1), (0, 63)):
+def assert_descales_of_k_and_v_are_their_own(
+    p: Problem, inputs: Inputs, run: Callable[[Problem, Inputs], Results]
+) -> None:
+    """The same of channels of v and blocks of 300 keys, in a batch of 2 with 2 heads of 64."""
+    device = inputs.q.device
+    out, _ = run(p, inputs)
+    for b, head, channel in itertools.product((0, 1), (0, 1), (0, 1, 2, 3, 37, 63)):
         descale = torch.ones(2, 2, 64, device=device)
         descale[b, head, channel] = 8
         changed, _ = run(p, dataclasses.replace(inputs, v_descale=descale))
@@ -208,6 +201,22 @@ def test_every_block_head_and_channel_has_its_own(device: str) -> None:
         expected = torch.zeros_like(heads)
         expected[b, 2 * head : 2 * head + 2] = True
         assert torch.equal(heads, expected)
+
+
+def test_every_block_head_and_channel_has_its_own(device: str) -> None:
+    """One descale at a time, a factor of 8: what changes is what it belongs to, exactly."""
+    p = problem(2, 300, 300, 4, 2, 64, q_descale="", k_descale="", v_descale="")
+    inputs = make_inputs(p, device)
+    out, _ = run(p, inputs)
+    for b, head, block in itertools.product((0, 1), (0, 3), (0, 1, 2)):
+        descale = torch.ones(2, 4, 3, device=device)
+        descale[b, head, block] = 8
+        changed, _ = run(p, dataclasses.replace(inputs, q_descale=descale))
+        rows = (changed != out).any(-1)
+        expected = torch.zeros_like(rows)
+        expected[b, 128 * block : 128 * (block + 1), head] = True
+        assert torch.equal(rows, expected)
+    assert_descales_of_k_and_v_are_their_own(p, inputs, run)
 
 
 def by_hand(inputs: Inputs, name: str) -> torch.Tensor:

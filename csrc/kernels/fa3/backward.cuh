@@ -183,7 +183,7 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
                                       kTuning.by_matmul());
     }
 
-    // dP^T = V dO^T - delta. With dropout delta is subtracted later, from the entries kept.
+    // dP^T = V dO^T - delta. With dropout drop() subtracts delta, from dropped entries, too.
     FLASH_DEVICE void issue_dp(State& s, const Operands& x) const {
         do_pipeline.consumer_wait(s.d);
         if constexpr (kTuning.by_matmul()) {
