@@ -14,6 +14,10 @@ varlen_attn. FLOPs are 4 H d sum(len^2), halved when causal, times 2.5 for backw
 Third table: the backward call of the first table's plain one, as usual and deterministic, of
 flash_ext's variants and of SDPA's backends under torch.use_deterministic_algorithms.
 
+Fourth table: a bias with one matrix a head for all batch elements, as in T5, in structure
+prediction (a pair bias) and in Swin's windows, with its gradient backward, beside the plain call
+and SDPA's backends with the bias as attn_mask.
+
 No call is timed before its first heads agree with float32 standard attention.
 """
 
@@ -40,7 +44,7 @@ from torch import Tensor
 import flash_ext
 import flash_ext.reference
 
-TABLES = ("options", "mix", "deterministic")  # each a method of Bench
+TABLES = ("options", "mix", "deterministic", "bias")  # each a method of Bench
 REPEATS = " deterministic"
 REPEATING = ("fa3", "fa2"), ("flash", "cudnn")  # variants and peers of the third table
 PLAIN = "plain"
@@ -70,6 +74,15 @@ OPTIONS = {  # in words
     "gradient of lse": "the loss uses out and lse",
     "deterministic": "deterministic=True",
 }
+BIASES = {  # by head dim: batch, tokens and heads of the fourth table
+    32: (
+        *((n, n, 4) for n in (256, 384, 512, 768, 1024)),
+        *((4, 1536, 16), (1024, 49, 12)),
+    ),
+    64: ((384, 384, 16), (8, 1024, 12), (4, 2048, 16), (2, 4096, 16), (1, 8192, 16)),
+    128: ((8, 1024, 16), (4, 2048, 16), (2, 4096, 16), (1, 8192, 16)),
+}
+BIAS_PEERS = ("efficient", "cudnn")
 BACKWARD_ONLY = ("gradient of bias", "gradient of lse", "deterministic")
 
 
@@ -169,6 +182,19 @@ def peer(provider: Provider) -> Attend:
     def attend(call: Call) -> tuple[Tensor, None]:
         q, k, v = (provider.view(x) for x in (call.q, call.k, call.v))
         return provider.view(provider.attend(q, k, v, call.options["causal"])), None
+
+    return attend
+
+
+def with_bias(provider: Provider) -> Attend:
+    """A backend of SDPA, whose attn_mask is the bias."""
+
+    def attend(call: Call) -> tuple[Tensor, None]:
+        q, k, v = (x.transpose(1, 2) for x in (call.q, call.k, call.v))
+        mask = call.options["bias"]
+        with provider.around():
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return out.transpose(1, 2), None
 
     return attend
 
@@ -360,10 +386,35 @@ class Bench:
                 result["ratio"] = round(result["ms"] / usual["ms"], 4)
         yield {"direction": "backward"}, results
 
+    def bias(self, sizes: Sizes, d: int, causal: bool) -> Iterator[tuple[Json, Json]]:
+        """The fourth table's cells of one head dim."""
+        normal = functools.partial(torch.randn, dtype=sizes.dtype, device=self.device)
+        on_gpu = self.device.type == "cuda"
+        shapes = BIASES[d] if on_gpu else ((2, 40, 2),)
+        providers, _ = collect([], list(BIAS_PEERS) if on_gpu else [])
+        for direction, (batch, seqlen, heads) in itertools.product(("forward", "backward"), shapes):
+            q, k, v = (normal(batch, seqlen, heads, d) for _ in range(3))
+            bias = normal(1, heads, seqlen, seqlen).requires_grad_(direction == "backward")
+            call = Call(q, k, v, {"bias": bias, "causal": False})
+            calls: dict[str, tuple[Call, Attend]] = {
+                PLAIN: (Call(q, k, v, {"causal": False}), ours("fa3" if on_gpu else "fa2"))
+            }
+            for variant in running(self.device, d, direction == "backward"):
+                if variant != "fa1" and not refusal(
+                    variant, q, k, v, direction != "forward", bias=bias
+                ):
+                    calls[variant] = call, ours(variant)
+            calls |= {x.name: (call, with_bias(x)) for x in providers}
+            size = {"batch": batch, "seqlen": seqlen, "heads": heads}
+            yield {"direction": direction} | size, self.times(calls, direction)
+            common.free_memory(self.device)
+
 
 def size_of(table: str, sizes: Sizes) -> Json:
     """What the cells of a table have in common."""
     dtype = str(sizes.dtype).removeprefix("torch.")
+    if table == "bias":
+        return {"dtype": dtype}
     if table != "mix":
         return {"dtype": dtype, "batch": sizes.batch, "seqlen": sizes.seqlen, "heads": sizes.heads}
     lengths = sizes.mix
@@ -375,7 +426,7 @@ def size_of(table: str, sizes: Sizes) -> Json:
 
 def failed(results: Json) -> bool:
     """Whether a call of flash_ext was wrong or failed."""
-    peers = "varlen_attn", *REPEATING[1]
+    peers = "varlen_attn", *REPEATING[1], *BIAS_PEERS
     return any("skipped" in r and "refused" not in r and name.removesuffix(REPEATS) not in peers
                for name, r in results.items())  # fmt: skip
 
@@ -393,7 +444,12 @@ def main() -> int:
     sizes = GPU if recorder.device.type == "cuda" else CPU
     bench = Bench(recorder.device, args.rounds)
     tables = [args.only] if args.only else list(TABLES)
-    shapes = list(itertools.product(tables, args.d or sizes.head_dims, (False, True)))
+    shapes = [
+        (table, d, causal)
+        for table in tables
+        for d in args.d or (BIASES if table == "bias" else sizes.head_dims)
+        for causal in ((False,) if table == "bias" else (False, True))
+    ]
     bad = False
     for name, d, causal in common.progress(shapes, len(shapes), "cells"):
         for cell, results in getattr(bench, name)(sizes, d, causal):

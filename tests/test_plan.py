@@ -592,7 +592,15 @@ def test_the_fastest_variant_or_the_one_named(native: ModuleType) -> None:
             dict(dropout=True, softcap=9.0),
             "has no kernel for head dimensions 64 and 64 with these options",
         ),
-        (dict(bias=True), "has no bias"),
+        (
+            dict(bias=True, softcap=9.0),
+            "has no kernel for head dimensions 64 and 64 with these options",
+        ),
+        (
+            dict(bias=True, head_dim=200),
+            "has no kernel for head dimensions 200 and 64 with these options",
+        ),
+        (dict(bias=True, varlen=True), "has no bias with sequences of different lengths"),
         (dict(softcap=2049.0), "has no softcap above 2048"),
         (
             dict(odd_rows="k", batch=1 << 18, heads_k=8, seqlen_k=200),

@@ -6,3 +6,4 @@
 #include "kernels/common/sink_gradient.cuh"
 #include "kernels/common/sum_parts.cuh"
 #include "kernels/common/sum_rows.cuh"
+#include "kernels/common/tile_bias.cuh"

@@ -329,6 +329,13 @@ inline bool copies_pay(const Call& call) {
                         row_pair_bytes(params, head_dims(params));
 }
 
+// FA3 has no splits with a bias. Is the GPU busy without them?
+inline bool bias_pays(const Call& call) {
+    const AttentionParams& params = call.params;
+    if (params.bias.data == nullptr || params.seqlen_k <= 2 * tuning::kFa2SplitKeys) return true;
+    return 2 * tile_count(params, {params.heads_q, tuning::kForwardBlockQ}) > call.gpu.sms;
+}
+
 // --- FA3's backward ---
 
 // A CTA has a KV tile and goes over all queries of its head, in all query heads of the group.

@@ -18,6 +18,51 @@ std::optional<int> forced(const char* name) {
     return value == nullptr ? std::nullopt : std::optional(std::atoi(value));
 }
 
+// Why TMA cannot load the bias, nor a copy of it; empty where it can. Its sum of two numbers of 16
+// bits is exact enough for a float32 bias if they have the range of bfloat16.
+std::string bias_reason(const AttentionParams& params) {
+    const Bias& bias = params.bias;
+    if (bias.data == nullptr) return "";
+    if (is_varlen(params)) return "has no bias with sequences of different lengths";
+    if (bias.type == BiasType::kFloat32 && params.element_type == ElementType::kFloat16)
+        return "has no float32 bias with float16 inputs";
+    if (std::ranges::count(bias.sizes, 0) > 0) return "has no empty bias";
+    return "";
+}
+
+// The bias as TMA loads it: as it is, or as a copy in the workspace.
+template <class Plan>
+void plan_bias(Plan& plan) {
+    const Bias& bias = plan.params.bias;
+    TiledBias& tiled = plan.kernel.bias;
+    if (bias.data == nullptr) return;
+    tiled.parts = bias.type == BiasType::kFloat32 ? 2 : 1;
+    bool as_it_is = bias.type == BiasType::kElement &&
+                    reinterpret_cast<uintptr_t>(bias.data) % 16 == 0 && bias.sizes[2] > 1 &&
+                    bias.sizes[3] > 1;
+    for (int dim = 0; dim < 4; ++dim) {
+        tiled.broadcast[dim] = bias.sizes[dim] == 1;
+        tiled.sizes[dim] = bias.sizes[dim];
+        if (dim == 3) continue;
+        tiled.strides[dim] = bias.strides[dim];
+        as_it_is = as_it_is && (tiled.broadcast[dim] || (bias.strides[dim] > 0 && bias.strides[dim] % 8 == 0));
+    }
+    tiled.is_copy = !as_it_is;
+    if (as_it_is) {
+        tiled.data = const_cast<void*>(bias.data);
+        return;
+    }
+    tiled.sizes[1] *= tiled.parts;
+    if (tiled.broadcast[2]) tiled.sizes[2] = kBiasTile;
+    tiled.sizes[3] = tiled.broadcast[3] ? kBiasTile : ceil_div(bias.sizes[3], 8) * 8;
+    int64_t elements = tiled.sizes[3];
+    for (const int dim : {2, 1, 0}) {
+        tiled.strides[dim] = elements;
+        elements *= tiled.sizes[dim];
+    }
+    plan.workspace.reserve(tiled.data, 2 * elements);
+}
+
 std::string fa3_unsupported_reason(const Call& call, Pass pass) {
     if (call.gpu.major != 9)
         return text("needs a Hopper GPU (compute capability 9.0), this one has ", call.gpu.major,
@@ -50,6 +95,7 @@ std::string fa3_unsupported_reason(const Call& call, Pass pass) {
         : fp8                ? table_reason(copied, tuning::kFa3Decode8Bits)
                              : table_reason(copied, tuning::kFa3Forward);
     if (!reason.empty()) return reason;
+    if (const std::string why = bias_reason(params); !why.empty()) return why;
     if (params.softcap > kMaxFa3Softcap) return "has no softcap above 2048";
     // The limit of epoch_counter.cuh, with the smallest tiles.
     const int rows = backward ? tuning::kFa3BackwardWideBlock : tuning::kForwardBlockQ;
@@ -114,10 +160,12 @@ void plan_fa3_forward(ForwardPlan& plan) {
     ForwardParams& params = plan.params;
     ForwardKernel& kernel = plan.kernel;
     const GpuModel& gpu = kernel.gpu;
-    // ALiBi and dropout differ between heads, and TMA needs a positive stride between them.
+    // ALiBi, biases and dropout differ between heads, and TMA needs a positive stride between them.
     const bool may_pack_gqa =
-        params.alibi_slopes == nullptr && params.rng_state == nullptr && params.q.head_stride > 0;
+        params.alibi_slopes == nullptr && params.bias.data == nullptr &&
+        params.rng_state == nullptr && params.q.head_stride > 0;
     if (plan_fa3_decode(plan, may_pack_gqa)) return;
+    plan_bias(plan);
 
     // Splits and packed GQA, by the smallest Q tiles.
     const QueryTiles small_q = query_tiles(params, plan.mask, tuning::kForwardBlockQ, may_pack_gqa);
@@ -126,6 +174,7 @@ void plan_fa3_forward(ForwardPlan& plan) {
                             .value_or(num_splits(params, plan.mask, tiles,
                                                  params.heads_q / std::max(small_q.heads, 1),
                                                  gpu.sms, tuning::kFa3SplitKeys));
+    if (params.bias.data != nullptr) params.num_splits = 1;
     params.pack_gqa_log2 = small_q.pack_gqa_log2;
     const bool splits = params.num_splits > 1 || params.pack_gqa_log2 > 0;
 
@@ -135,7 +184,7 @@ void plan_fa3_forward(ForwardPlan& plan) {
     fp8 ? choose_kernel(plan, tuning::kFa3ForwardFp8, needed)
         : choose_kernel(plan, tuning::kFa3Forward, needed);
     const HeadDims dims = kernel.head_dims;
-    if (!contains(kernel.options, OptionSet::kSplits)) {
+    if (tuning::Fa3ForwardRow::has_tile(kernel.options, tuning::Fa3ForwardTile::kUsual)) {
         const auto tile = forced("FLASH_EXT_FORCE_TILE");
         kernel.tile = tile ? static_cast<tuning::Fa3ForwardTile>(*tile)
                            : fa3_forward_tile(dims, params, plan.mask, tiles <= gpu.sms, gpu);
@@ -241,6 +290,7 @@ void plan_fa3_backward(BackwardPlan& plan) {
     const bool wide = !choose_kernel(plan, tuning::kFa3Backward, options_of(params)) &&
                       choose_kernel(plan, tuning::kFa3BackwardWide, options_of(params));
     const HeadDims dims = kernel.head_dims;
+    plan_bias(plan);
     const int block_kv = wide ? tuning::kFa3BackwardWideBlock : tuning::kFa3BackwardBlockKV;
     split_heads(plan, choose_parts(params, plan.mask,
                                    tile_numbers(params, params.seqlen_k, block_kv), wide, gpu));

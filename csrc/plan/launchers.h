@@ -23,6 +23,19 @@
 
 namespace flash_ext {
 
+// A bias in numbers of 16 bits, of which TMA can load tiles (kernels/fa3/bias_tiles.cuh): the given
+// one, or a copy of it in the workspace. A part is a term of a sum. The copy is as long as a tile
+// where one row or one column is for all.
+struct TiledBias {
+    void* data = nullptr;  // (B, Hq parts, Sq, Sk), 1 where one batch element or head is for all
+    int parts = 0;         // 0: there is no bias
+    bool is_copy = false;
+    bool broadcast[4];     // is one index for all?
+    int64_t sizes[4];
+    int64_t strides[3];    // of all but the last dimension
+};
+inline constexpr int kBiasTile = 128;  // the most rows and columns of a tile
+
 // The kernel of a forward.
 struct ForwardKernel {
     HeadDims head_dims{};           // of its row in the tuning table
@@ -32,6 +45,7 @@ struct ForwardKernel {
     bool has_splits = false;  // stores the results of splits, which another kernel combines
     // FP8: V^T, if a kernel has transposed V before; see transpose_v.cuh.
     uint8_t* v_transposed = nullptr;
+    TiledBias bias;  // FA3's
     GpuModel gpu;
 };
 
@@ -49,6 +63,7 @@ struct BackwardKernel {
     // FA3:
     bool many_queries = false;
     int lead = 0;  // see lead_of()
+    TiledBias bias;
     // FA3 for wide heads. The dS of ds_heads heads of K and V is stored at a time; the last ones
     // may be fewer. 0: the dQ kernel computes dS again.
     int ds_heads = 0;
@@ -107,6 +122,10 @@ BackwardLauncher fa3_backward_wide;
 
 // Before a pass from the given tensors to the copies, or after it back.
 cudaError_t copy_rows(const RowCopies& copies, bool back, cudaStream_t stream);
+
+// Before a pass of FA3 whose bias is a copy.
+cudaError_t tile_bias(const Bias& bias, ElementType type, const TiledBias& copy,
+                      cudaStream_t stream);
 
 // Before a forward in FP8 whose kernel does not transpose V itself.
 cudaError_t transpose_v(const ForwardParams& params, uint8_t* v_transposed, cudaStream_t stream);

@@ -119,6 +119,9 @@ Choice choose(const Call& call, Pass pass, Variant variant, bool may_stand_in) {
         if (reason.empty() && may_stand_in && pass == Pass::kForward && !copied.empty() &&
             !copies_pay(call))
             reason = text("would copy rows of ", copied, " for few queries");
+        if (reason.empty() && may_stand_in && pass == Pass::kForward && row.copies_rows &&
+            !bias_pays(call))
+            reason = "has no split keys with a bias, which few queries need";
         if (reason.empty()) return {variant, why, copied};
         why = text("variant '", name_of(variant), "' ", reason);
         if (!may_stand_in || !row.stand_in) return {std::nullopt, why};

@@ -49,10 +49,11 @@ constexpr Row row_of(const Row (&table)[kRows], HeadDims dims) {
 inline constexpr OptionSet kDense = OptionSet::kNone;
 inline constexpr OptionSet kVarlen = OptionSet::kVarlen;
 inline constexpr OptionSet kVarlenSplits = OptionSet::kVarlen | OptionSet::kSplits;
-// FA3 has no bias, and TMA needs aligned rows.
+// FA3 has a bias only with dense sequences, and TMA needs aligned rows.
 inline constexpr OptionSet kFa3Softcap = kVarlenSplits | OptionSet::kSoftcap;
 inline constexpr OptionSet kFa3Alibi = kVarlenSplits | OptionSet::kAlibi;
 inline constexpr OptionSet kFa3Dropout = kVarlenSplits | OptionSet::kDropout;
+inline constexpr OptionSet kFa3Bias = OptionSet::kBias;
 inline constexpr OptionSet kFa3Scores =
     kVarlenSplits | OptionSet::kRareScale | OptionSet::kSoftcap | OptionSet::kAlibi;
 inline constexpr OptionSet kAllOptions =
@@ -150,6 +151,7 @@ struct Fa3ForwardShape {
     int k_stages;
     int v_stages;
     bool ping_pong = false;
+    int bias_stages = 0;        // of tiles of the bias, with kFa3Bias
     int partial_cols = 0;       // FP8: columns of O that one P V computes, in the registers of S
     bool transposes_v = false;  // FP8: the kernel itself, beside its matmuls
 };
@@ -170,8 +172,9 @@ struct Fa3Costs {
 // 64, 128 and 256, with dropout 64 and 128: at others such calls are padded further. The last set
 // is for rare calls: both softcap and ALiBi, or a rare scale.
 inline constexpr OptionSets kFa3ForwardOptions{2, {kVarlen, kVarlenSplits}};
+inline constexpr OptionSets kFa3ForwardBias{3, {kVarlen, kVarlenSplits, kFa3Bias}};
 inline constexpr OptionSets kFa3ForwardAllOptions{
-    6, {kVarlen, kVarlenSplits, kFa3Softcap, kFa3Alibi, kFa3Dropout, kFa3Scores}};
+    7, {kVarlen, kVarlenSplits, kFa3Softcap, kFa3Alibi, kFa3Dropout, kFa3Bias, kFa3Scores}};
 inline constexpr OptionSets kFa3ForwardWideOptions{
     4, {kVarlen, kVarlenSplits, kFa3Softcap, kFa3Scores}};
 
@@ -181,20 +184,28 @@ struct Fa3ForwardRow {
     Fa3ForwardShape usual;
     Fa3ForwardShape small_q = usual;  // for few Q tiles, and all that kernels with splits have
     Fa3ForwardShape long_keys = usual;
+    Fa3ForwardShape with_bias{};  // of kFa3Bias
     // Those of `usual` are the defaults. Measured: docs/notes/009-fa3-forward.md.
     Fa3Costs small_q_costs{};
     Fa3Costs long_keys_costs{};
 
     static constexpr bool has_tile(OptionSet options, Fa3ForwardTile tile) {
-        return tile == Fa3ForwardTile::kSmallQ || !contains(options, OptionSet::kSplits);
+        return tile == Fa3ForwardTile::kSmallQ ||
+               (options & (OptionSet::kSplits | OptionSet::kBias)) == OptionSet::kNone;
     }
 };
 
 inline constexpr Fa3ForwardRow kFa3Forward[] = {
     {.head_dims = {32, 32},
+     .options = kFa3ForwardBias,
      .usual = {.consumers = 4, .block_kv = 64, .k_stages = 4, .v_stages = 4},
      .small_q = {.block_kv = 128, .k_stages = 4, .v_stages = 4, .ping_pong = true},
      .long_keys = {.consumers = 4, .block_kv = 80, .k_stages = 4, .v_stages = 4},
+     .with_bias = {.block_kv = 128,
+                   .k_stages = 4,
+                   .v_stages = 4,
+                   .ping_pong = true,
+                   .bias_stages = 3},
      .small_q_costs = {.alike = {112}, .differ = {110}},
      .long_keys_costs = {.alike = {98, 72}, .differ = {96, 208}}},
     {.head_dims = {64, 64},
@@ -202,6 +213,11 @@ inline constexpr Fa3ForwardRow kFa3Forward[] = {
      .usual = {.consumers = 4, .block_kv = 64, .k_stages = 3, .v_stages = 3},
      .small_q = {.block_kv = 128, .k_stages = 4, .v_stages = 4, .ping_pong = true},
      .long_keys = {.consumers = 3, .block_kv = 96, .k_stages = 4, .v_stages = 4},
+     .with_bias = {.block_kv = 128,
+                   .k_stages = 3,
+                   .v_stages = 3,
+                   .ping_pong = true,
+                   .bias_stages = 2},
      .small_q_costs = {.alike = {112}, .differ = {109, 80}},
      .long_keys_costs = {.alike = {98}, .differ = {99, 155}}},
     {.head_dims = {96, 96},
@@ -210,7 +226,13 @@ inline constexpr Fa3ForwardRow kFa3Forward[] = {
      .small_q_costs = {.alike = {110}, .differ = {105}}},
     {.head_dims = {128, 128},
      .options = kFa3ForwardAllOptions,
-     .usual = {.block_kv = 128, .k_stages = 3, .v_stages = 2, .ping_pong = true}},
+     .usual = {.block_kv = 128, .k_stages = 3, .v_stages = 2, .ping_pong = true},
+     .with_bias = {.block_kv = 128,
+                   .q_stages = 1,
+                   .k_stages = 2,
+                   .v_stages = 2,
+                   .ping_pong = true,
+                   .bias_stages = 2}},
     {.head_dims = {192, 128}, .usual = {.block_kv = 96, .k_stages = 2, .v_stages = 2}},
     {.head_dims = {192, 192}, .usual = {.block_kv = 64, .k_stages = 2, .v_stages = 2}},
     {.head_dims = {256, 256},
@@ -220,6 +242,7 @@ inline constexpr Fa3ForwardRow kFa3Forward[] = {
 
 constexpr Fa3ForwardShape fa3_forward_shape(HeadDims dims, OptionSet options, Fa3ForwardTile tile) {
     Fa3ForwardRow row = row_of(kFa3Forward, dims);
+    if (contains(options, OptionSet::kBias)) return row.with_bias;
     // A tile of few rows leaves a consumer without any, which skips what the other one computes. A
     // kernel with options is the same with and without splits.
     if (contains(options, OptionSet::kSplits) && !visits_elements(options))
@@ -451,6 +474,7 @@ struct Fa3BackwardShape {
     bool transpose_dq = true;  // a consumer's half of dQ: 64 columns, or 64 rows
     bool hold_ds = true;       // dK takes dS from registers, or from shared memory
     Fa3DQRegisters dq_registers = Fa3DQRegisters::kOfS;
+    int bias_stages = 0;  // of tiles of the bias, with kFa3Bias
 
     // Ping-pong gains 2 to 9 % if exponentials take as long as matmuls, and 1 % at d 128. In the
     // kernel for softcap and ALiBi at d 128 it costs 1 to 4 % (with softcap).
@@ -468,10 +492,12 @@ struct Fa3BackwardShape {
 };
 
 inline constexpr OptionSets kFa3BackwardOptions{1, {kVarlen}};
+inline constexpr OptionSets kFa3BackwardBias{2, {kVarlen, kFa3Bias}};
 inline constexpr OptionSets kFa3BackwardAllOptions{
-    5, {kVarlen, kFa3Softcap, kFa3Alibi, kFa3Dropout, kFa3Scores}};
+    6, {kVarlen, kFa3Softcap, kFa3Alibi, kFa3Dropout, kFa3Bias, kFa3Scores}};
 // At 64 there are no registers for dropout: it is padded to 128. Nor is ALiBi common at 256.
-inline constexpr OptionSets kFa3BackwardScores{4, {kVarlen, kFa3Softcap, kFa3Alibi, kFa3Scores}};
+inline constexpr OptionSets kFa3BackwardScores{
+    5, {kVarlen, kFa3Softcap, kFa3Alibi, kFa3Bias, kFa3Scores}};
 inline constexpr OptionSets kFa3BackwardWideOptions{3, {kVarlen, kFa3Softcap, kFa3Scores}};
 
 // For heads whose dQ is summed in HBM. Tiles of 80 queries pay when Q, dO and dQ of a head no
@@ -482,16 +508,22 @@ struct Fa3BackwardRow {
     Fa3BackwardShape usual;
     Fa3BackwardOverlap with_options = usual.overlap;
     Fa3BackwardShape many_queries = usual;  // without options
+    Fa3BackwardShape with_bias{};           // of kFa3Bias
 };
 
 inline constexpr Fa3BackwardRow kFa3Backward[] = {
     {.head_dims = {32, 32},
+     .options = kFa3BackwardBias,
      .usual = {.block_q = 128,
                .q_stages = 3,
                .do_stages = 3,
                .overlap = kByMatmul,
                .transpose_dq = false,
-               .dq_registers = Fa3DQRegisters::kOwn}},
+               .dq_registers = Fa3DQRegisters::kOwn},
+     .with_bias = {.block_q = 128,
+                   .transpose_dq = false,
+                   .dq_registers = Fa3DQRegisters::kOwn,
+                   .bias_stages = 2}},
     {.head_dims = {64, 64},
      .options = kFa3BackwardScores,
      .usual = {.block_q = 128,
@@ -500,19 +532,26 @@ inline constexpr Fa3BackwardRow kFa3Backward[] = {
                .transpose_dq = false,
                .hold_ds = false,
                .dq_registers = Fa3DQRegisters::kOfDP},
-     .with_options = kPingPong},
+     .with_options = kPingPong,
+     .with_bias = {.block_q = 128,
+                   .transpose_dq = false,
+                   .hold_ds = false,
+                   .dq_registers = Fa3DQRegisters::kOfDP,
+                   .bias_stages = 1}},
     {.head_dims = {96, 96}, .usual = {.block_q = 96}},
     {.head_dims = {128, 128},
      .options = kFa3BackwardAllOptions,
      .usual = {.block_q = 64, .q_stages = 3, .overlap = kByMatmulEarly},
      .with_options = kEarly,
-     .many_queries = {.block_q = 80, .overlap = kLateFences}},
+     .many_queries = {.block_q = 80, .overlap = kLateFences},
+     .with_bias = {.block_q = 64, .overlap = kEarly, .bias_stages = 2}},
 };
 
 inline constexpr int kManyQueries = 16384;
 
 constexpr Fa3BackwardShape fa3_backward_shape(HeadDims dims, OptionSet options, bool many_queries) {
     Fa3BackwardRow row = row_of(kFa3Backward, dims);
+    if (contains(options, OptionSet::kBias)) return row.with_bias;
     if (!visits_elements(options)) return many_queries ? row.many_queries : row.usual;
     row.usual.overlap = row.with_options;
     return row.usual;

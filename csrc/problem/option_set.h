@@ -54,7 +54,7 @@ constexpr bool visits_elements(OptionSet set) {
 // so a set comes after the sets that it contains.
 struct OptionSets {
     int count;
-    OptionSet sets[6];
+    OptionSet sets[8];
 
     // The index of the set for these options, or -1.
     constexpr int index_for(OptionSet needed) const {

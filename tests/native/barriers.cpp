@@ -15,6 +15,9 @@
 namespace flash_ext {
 
 cudaError_t backward_preprocess(const BackwardParams&, int, cudaStream_t) { return cudaSuccess; }
+cudaError_t tile_bias(const Bias&, ElementType, const TiledBias&, cudaStream_t) {
+    return cudaSuccess;
+}
 
 namespace {
 
@@ -116,6 +119,7 @@ void list_members() {
     FLASH_MEMBER("pipeline", "K", k_barriers)
     FLASH_MEMBER("pipeline", kTransposesV ? "V^T" : "V", v_barriers)
     FLASH_MEMBER("pipeline", "row-major V", v_row_major_barriers)
+    FLASH_MEMBER("pipeline", "bias", bias.barriers)
     FLASH_MEMBER("pipeline", "dO", do_barriers)
     FLASH_MEMBER("pipeline", "dQ", dq_barriers)
     FLASH_MEMBER("pipeline", "pool", pool_barriers)
@@ -129,6 +133,7 @@ void list_members() {
     FLASH_MEMBER("data", "Q", q)
     FLASH_MEMBER("data", "K", k)
     FLASH_MEMBER("data", "V", v)
+    FLASH_MEMBER("data", "bias", bias.stages)
     FLASH_MEMBER("data", "row-major V", v_row_major)
     FLASH_MEMBER("data", "V's descales", v_descales)
     FLASH_MEMBER("data", "dO", dout)
@@ -162,6 +167,15 @@ TileOrder tile_order_of(const AttentionParams& params, int rows, int block, int 
     return {tile_numbers(params, rows, block), heads, tensor_batches(params)};
 }
 
+// In two parts, as a float32 one.
+TiledBias bias_of(const AttentionParams& params) {
+    return {.data = global,
+            .parts = 2,
+            .broadcast = {},
+            .sizes = {params.batch, params.heads_q, params.seqlen_q, params.seqlen_k},
+            .strides = {}};
+}
+
 template <class Kernel>
 cudaError_t launch_forward(const Shape& call, ElementType type, bool general = false) {
     return keep<Kernel>([&] {
@@ -170,7 +184,8 @@ cudaError_t launch_forward(const Shape& call, ElementType type, bool general = f
             tile_order_of(params, params.seqlen_q, Kernel::kBlockQ >> call.pack_gqa_log2,
                           call.pack_gqa_log2 > 0 ? call.heads_k : call.heads_q);
         params.tile_order.tiles *= call.num_splits;
-        return launch_fa3_forward<Kernel>(params, {.gpu = {.sms = kSms}}, nullptr);
+        return launch_fa3_forward<Kernel>(params, {.bias = bias_of(params), .gpu = {.sms = kSms}},
+                                          nullptr);
     });
 }
 
@@ -197,7 +212,8 @@ cudaError_t backward(const Shape& call) {
         auto params = backward_params(call, kHeadDim, changes_scores(kOptions));
         params.tile_order =
             tile_order_of(params, params.seqlen_k, Kernel::kBlockKV, params.heads_k);
-        return launch_fa3_backward<Kernel>(params, {.gpu = {.sms = kSms}}, nullptr);
+        return launch_fa3_backward<Kernel>(params, {.gpu = {.sms = kSms}, .bias = bias_of(params)},
+                                           nullptr);
     });
 }
 
@@ -270,6 +286,8 @@ const std::map<std::string, cudaError_t (*)(const Shape&)> kKernels{
     {"forward 64, splits", forward<64, kSmallQ, tuning::kVarlenSplits>},
     {"forward 64, packed GQA", forward<64, kSmallQ, tuning::kVarlenSplits>},
     {"forward 64, general", forward<64, kSmallQ, tuning::kFa3Scores>},
+    {"forward 64, bias", forward<64, kSmallQ, tuning::kFa3Bias>},
+    {"forward 128, bias", forward<128, kSmallQ, tuning::kFa3Bias>},
     {"forward 256", forward<256, kUsual>},                  // one stage of Q
     {"forward_fp8 64, small Q", forward_fp8<64, kSmallQ>},  // transposes V
     {"forward_fp8 64", forward_fp8<64>},
@@ -280,6 +298,8 @@ const std::map<std::string, cudaError_t (*)(const Shape&)> kKernels{
     {"backward 128", backward<128>},  // early exponentials
     {"backward 128, many queries", backward<128, true>},
     {"backward 64, general", backward<64, false, tuning::kFa3Scores>},
+    {"backward 64, bias", backward<64, false, tuning::kFa3Bias>},
+    {"backward 128, bias", backward<128, false, tuning::kFa3Bias>},
     {"backward_dkdv 192", backward_dkdv<192, false>},
     {"backward_dkdv 256, stores dS", backward_dkdv<256, true>},
     {"backward_dq 192", backward_dq<192>},

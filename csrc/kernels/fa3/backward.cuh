@@ -40,13 +40,16 @@
 // short sequences the first KV tile of a head therefore comes well before its others (lead_of).
 //
 // Shared memory: K, V; pipelines of Q and dO tiles with lse and delta; two stages of dS^T; each
-// consumer's half of dQ; the work-tile pipeline (KeyTile).
+// consumer's half of dQ; the work-tile pipeline (KeyTile); with a bias a pipeline of its tiles.
 //
 //   barrier               arrivals per phase                   who waits
 //   full(Q, dO, K, V)     1: its producer; and TMA's bytes     consumers, before the matmul
 //   empty(Q, dO, K, V)    256: each consumer thread, when the  its producer, before the next load
 //                         last matmul that reads it is
 //                         complete
+//   full(bias)            1: dO's producer; and TMA's bytes    consumers, before they add it
+//   empty(bias)           8: each consumer warp, when it has   dO's producer, before the next load
+//                         been added
 //   full(work tiles)      1: producer of KV tiles              other producers, consumers
 //   empty(work tiles)     3: other producers; 8: each          producer of KV tiles, before it
 //                         consumer warp. When they have        describes another tile
@@ -144,6 +147,7 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
         typename QPipeline::State q{}, q_done{};   // of S; of dK, one iteration later
         typename DOPipeline::State d{}, d_done{};  // of dP; of dV
         typename DQPipeline::State dq{};
+        uint32_t bias = 0;  // position in its pipeline
         uint32_t ds = 0, ds_phase = 0;  // the stage of dS that dQ reads
         VisibleTiles q_tiles{};
         Interval full{};  // indices
@@ -240,6 +244,10 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
 
     // P^T = 2^(S^T scale - lse)
     FLASH_DEVICE void probabilities(State& s, const KeyTile& tile) const {
+        if constexpr (Base::kBias)
+            add_bias<Rows::kKeys, typename Base::BiasTile>(s.rS, this->bias_pipeline(), s.bias,
+                                                           warp_key, params.scale_log2,
+                                                           params.bias_map.parts);
         warp_scores(tile, s.at)
             .probabilities(s.rS, storage.lse[s.q.stage],
                            s.at.i < s.full.begin || s.at.i >= s.full.end, tile.large_lse);
@@ -449,8 +457,13 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
 template <class Kernel>
 cudaError_t launch_fa3_backward(const BackwardParams& call, const BackwardKernel& kernel,
                                 cudaStream_t stream) {
-    Fa3BackwardParams params{{with_parts_as_heads(call)}, kernel.lead};
-    cudaError_t status = params.encode<Kernel>();
+    typename Kernel::Params params{};
+    static_cast<Fa3BackwardParams&>(params) = {{with_parts_as_heads(call)}, kernel.lead};
+    cudaError_t status = params.template encode<Kernel>();
+    if constexpr (Kernel::kBias)
+        if (status == cudaSuccess)
+            status = params.bias_map.template prepare<typename Kernel::BiasTile>(call, kernel.bias,
+                                                                                 stream);
     if (status == cudaSuccess) status = backward_preprocess(params, Kernel::kBlockQ, stream);
     if (status == cudaSuccess)
         status = launch_kernel<fa3_kernel<Kernel>>(

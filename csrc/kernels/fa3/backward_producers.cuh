@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernels/fa3/backward_dq_tile.cuh"
+#include "kernels/fa3/bias_tiles.cuh"
 #include "kernels/fa3/cta.cuh"
 #include "ptx/tma.cuh"
 #include "schedule/split_kv.cuh"
@@ -19,11 +20,15 @@ struct Fa3BackwardParams : Fa3BackwardMaps {
 
 template <class Element, int kHeadDim, int kHeadDimV, OptionSet kOptions,
           tuning::Fa3BackwardShape kTuning>
-struct Fa3BackwardProducers : Fa3Cta<Fa3BackwardParams, KeyTile> {
+struct Fa3BackwardProducers : Fa3Cta<MayHaveBias<Fa3BackwardParams, kOptions>, KeyTile> {
+    using Cta = typename Fa3BackwardProducers::Fa3Cta;
+    using Cta::group, Cta::kConsumers, Cta::params, Cta::work_tiles;
+    using typename Cta::Params, typename Cta::WorkTiles, typename Cta::WorkTileState;
     static constexpr int kBlockQ = kTuning.block_q;
     static constexpr int kBlockKV = tuning::kFa3BackwardBlockKV;
     static_assert(kBlockKV == 64 * kConsumers);
     static_assert(!(kTuning.by_matmul() && visits_elements(kOptions)));
+    static constexpr bool kBias = contains(kOptions, OptionSet::kBias);
     static constexpr int kProducerRegisters = 24;
     static constexpr int kConsumerRegisters = 240;
 
@@ -43,12 +48,21 @@ struct Fa3BackwardProducers : Fa3Cta<Fa3BackwardParams, KeyTile> {
     using DQTile = Fa3DQTile<Element, kHeadDim, kBlockQ, kTuning.transpose_dq>;
     using DQPipeline = Pipeline<1, 64 * 4 * DQTile::Fragments::kCols>;  // one per consumer
 
+    using BiasTile = SharedTile<Element, kBlockQ, kBlockKV>;
+    using BiasPipeline = Pipeline<max_of(kTuning.bias_stages, 1), BiasTile::kBytes>;
+    struct BiasStorage {
+        typename BiasPipeline::Stages stages;
+        typename BiasPipeline::Barriers barriers;
+    };
+    struct NoBiasStorage {};
+
     struct SharedStorage {
         typename KPipeline::Stages k;
         typename VPipeline::Stages v;  // after K: see Fa3DQTile
         typename QPipeline::Stages q;
         typename DOPipeline::Stages dout;
         char ds[2][DSTile::kBytes];
+        [[no_unique_address]] std::conditional_t<kBias, BiasStorage, NoBiasStorage> bias;
         // Not last: compute-sanitizer takes a RowNumbers operand for twice as long as it is.
         Statistic lse[QPipeline::kStages][kBlockQ];
         Statistic minus_delta[DOPipeline::kStages][kBlockQ];
@@ -59,7 +73,7 @@ struct Fa3BackwardProducers : Fa3Cta<Fa3BackwardParams, KeyTile> {
         typename VPipeline::Barriers v_barriers;
         typename DQPipeline::Barriers dq_barriers[kConsumers];
         uint64_t ds_barriers[2];
-        WorkTiles::Storage work_tiles;
+        typename WorkTiles::Storage work_tiles;
     };
 
     SharedStorage& storage = shared_storage<SharedStorage>();
@@ -69,7 +83,7 @@ struct Fa3BackwardProducers : Fa3Cta<Fa3BackwardParams, KeyTile> {
     VPipeline v_pipeline{storage.v, storage.v_barriers};
 
     FLASH_DEVICE explicit Fa3BackwardProducers(const Params& p)
-        : Fa3Cta(p, shared_storage<SharedStorage>().work_tiles) {}
+        : Cta(p, shared_storage<SharedStorage>().work_tiles) {}
 
     FLASH_DEVICE void init() const {
         constexpr int kReaders = kConsumers * 128;
@@ -79,11 +93,15 @@ struct Fa3BackwardProducers : Fa3Cta<Fa3BackwardParams, KeyTile> {
         k_pipeline.init(kReaders);
         v_pipeline.init(kReaders);
         work_tiles.init(kWarps + 3);  // and the other producers
+        if constexpr (kBias) bias_pipeline().init(kWarps);
         for (int i = 0; i < kConsumers; ++i) dq_pipeline(i).init(1, 4);
         ptx::mbarrier_init(ds_barrier(0), kWarps);
         ptx::mbarrier_init(ds_barrier(1), kWarps);
     }
 
+    FLASH_DEVICE BiasPipeline bias_pipeline() const {
+        return {storage.bias.stages, storage.bias.barriers};
+    }
     FLASH_DEVICE DQPipeline dq_pipeline(int i) const {
         return {storage.dq[i], storage.dq_barriers[i]};
     }
@@ -157,13 +175,14 @@ struct Fa3BackwardProducers : Fa3Cta<Fa3BackwardParams, KeyTile> {
     }
 
     // Q tiles with lse, or dO tiles with delta: `rows` of the stages, from `source` in the
-    // workspace.
+    // workspace. With dO comes the bias.
     template <class Tile, bool kAllowsFetch, class Pipeline>
     FLASH_DEVICE void produce_queries(const Pipeline& pipeline, const CUtensorMap& map,
                                       const TensorView& view,
                                       Statistic (&rows)[Pipeline::kStages][kBlockQ],
                                       const Statistic* source) const {
         typename Pipeline::State state;
+        typename BiasPipeline::State bias;
         work_tiles.for_each([&](const KeyTile& tile) {
             if (kAllowsFetch && tile.q_tiles.empty()) work_tiles.allow_fetch();
             for_each_q_tile(tile, [&](int head, int row_group, int first_row, bool last) {
@@ -177,6 +196,9 @@ struct Fa3BackwardProducers : Fa3Cta<Fa3BackwardParams, KeyTile> {
                             source + params.padding_row, stored_rows<kBlockQ>(s, first_row)};
                     });
                 state.advance();
+                if constexpr (kBias && !kAllowsFetch)
+                    params.bias_map.template load<BiasTile>(bias_pipeline(), bias, s, head,
+                                                            first_row, tile.first_key);
             });
         });
     }

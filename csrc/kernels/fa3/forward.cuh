@@ -29,7 +29,8 @@
 // Consumers may start their matmuls alternately (ping-pong), so that the softmax of one runs beside
 // the matmuls of the other; in the other kernels they drift apart without it.
 //
-// Shared memory: pipelines of Q, K and V tiles; the work-tile pipeline (QueryTile).
+// Shared memory: pipelines of Q, K and V tiles; the work-tile pipeline (QueryTile); with a bias a
+// pipeline of its tiles (bias_tiles.cuh).
 //
 //   barrier             arrivals per phase                   who waits
 //   full(Q, K, V)       1: its producer; and TMA's bytes     consumers, before the matmul
@@ -39,6 +40,9 @@
 //                       tile's last S is complete (one
 //                       stage), or when the consumer goes
 //                       on to the next tile (two)
+//   full(bias)          1: K's producer; and TMA's bytes     consumers, before they add it
+//   empty(bias)         4 a consumer: each warp, when it     K's producer, before the next load
+//                       has been added
 //   full(work tiles)    1: K's producer                      Q's and V's producers, consumers
 //   empty(work tiles)   2: Q's and V's producers, when all   K's producer, before it describes
 //                       loads of the tile are issued; 4 a    another tile
@@ -85,6 +89,7 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
         typename QPipeline::State q{};
         typename KPipeline::State k{};
         typename VPipeline::State v{};
+        uint32_t bias = 0;                    // position in its pipeline
         WorkTileState tile{}, output_tile{};  // of the scores, and of O
 
         // The index of the KV tile of the scores: from the last one down to the first.
@@ -104,7 +109,12 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
     }
 
     FLASH_DEVICE void produce() const {
-        if (warp_id() == 0) this->produce_k([](const QueryTile&, int) {});
+        if (warp_id() == 0) {
+            typename Tiles::BiasPipeline::State bias;
+            this->produce_k([&](const QueryTile& tile, int first_key) {
+                if constexpr (Tiles::kBias) this->load_bias(bias, tile, first_key);
+            });
+        }
         if (warp_id() == 2) this->produce_v();
         if (warp_id() == 3) this->produce_q();
     }

@@ -11,6 +11,7 @@
 #pragma once
 
 #include "kernels/common/optimistic_softmax.cuh"
+#include "kernels/fa3/bias_tiles.cuh"
 #include "kernels/fa3/cta.cuh"
 #include "problem/score.cuh"
 #include "schedule/split_kv.cuh"
@@ -33,10 +34,11 @@ FLASH_HOST_DEVICE TensorView with_heads_as_rows(const TensorView& q) {
 // Element is V's, QKElement Q's and K's.
 template <class Element, class QKElement, int kHeadDim_, int kHeadDimV, OptionSet kOptions,
           tuning::Fa3ForwardShape kTuning>
-struct Fa3ForwardTiles : Fa3Cta<Fa3ForwardParams, QueryTile, kTuning.consumers> {
+struct Fa3ForwardTiles
+    : Fa3Cta<MayHaveBias<Fa3ForwardParams, kOptions>, QueryTile, kTuning.consumers> {
     using Cta = typename Fa3ForwardTiles::Fa3Cta;
     using Cta::group, Cta::kConsumers, Cta::params, Cta::release_and_advance, Cta::work_tiles;
-    using typename Cta::WorkTiles, typename Cta::WorkTileState;
+    using typename Cta::Params, typename Cta::WorkTiles, typename Cta::WorkTileState;
     static_assert(sizeof(Element) == sizeof(QKElement));
     static constexpr bool kMayHaveSplits =
         contains(kOptions, OptionSet::kSplits);  // and packed GQA
@@ -69,12 +71,22 @@ struct Fa3ForwardTiles : Fa3Cta<Fa3ForwardParams, QueryTile, kTuning.consumers> 
     using VPipeline = Pipeline<kTuning.v_stages, VTile::kBytes>;
     using Output = RegisterTile<16, kHeadDimV>;
     using Order = PingPong<kConsumers, kTuning.ping_pong>;
+    static constexpr bool kBias = contains(kOptions, OptionSet::kBias);
+    static_assert(!kBias || kTuning.ping_pong);  // otherwise consumers would skip tiles of it, too
+    using BiasTile = SharedTile<Element, kBlockQ, kBlockKV>;
+    using BiasPipeline = Pipeline<max_of(kTuning.bias_stages, 1), BiasTile::kBytes>;
+    struct BiasStorage {
+        typename BiasPipeline::Stages stages;
+        typename BiasPipeline::Barriers barriers;
+    };
+    struct NoBiasStorage {};
 
     // A kernel may derive its own.
     struct SharedStorage {
         typename QPipeline::Stages q;
         typename KPipeline::Stages k;
         typename VPipeline::Stages v;
+        [[no_unique_address]] std::conditional_t<kBias, BiasStorage, NoBiasStorage> bias;
         typename QPipeline::Barriers q_barriers;
         typename KPipeline::Barriers k_barriers;
         typename VPipeline::Barriers v_barriers;
@@ -88,7 +100,7 @@ struct Fa3ForwardTiles : Fa3Cta<Fa3ForwardParams, QueryTile, kTuning.consumers> 
     KPipeline k_pipeline{storage.k, storage.k_barriers};
     VPipeline v_pipeline{storage.v, storage.v_barriers};
 
-    FLASH_DEVICE explicit Fa3ForwardTiles(const Fa3ForwardParams& p)
+    FLASH_DEVICE explicit Fa3ForwardTiles(const Params& p)
         : Cta(p, shared_storage<SharedStorage>().work_tiles) {}
 
     // producers_of_v: arrivals that fill a V stage; tile_readers: producers that read work tiles.
@@ -101,6 +113,14 @@ struct Fa3ForwardTiles : Fa3Cta<Fa3ForwardParams, QueryTile, kTuning.consumers> 
         k_pipeline.init(kReaders);
         v_pipeline.init(kReaders, producers_of_v);
         work_tiles.init(kReaders + tile_readers);
+        if constexpr (kBias) {
+            ptx::prefetch_tensor_map(params.bias_map.map);
+            bias_pipeline().init(kReaders);
+        }
+    }
+
+    FLASH_DEVICE BiasPipeline bias_pipeline() const {
+        return {storage.bias.stages, storage.bias.barriers};
     }
 
     // --- The rows of a Q tile: queries, or the heads of a group ---
@@ -183,6 +203,12 @@ struct Fa3ForwardTiles : Fa3Cta<Fa3ForwardParams, QueryTile, kTuning.consumers> 
                                              first_key);
             }
         });
+    }
+
+    FLASH_DEVICE void load_bias(typename BiasPipeline::State& state, const QueryTile& tile,
+                                int first_key) const {
+        params.bias_map.template load<BiasTile>(bias_pipeline(), state, tile.sequence, tile.head,
+                                                tile.first_query, first_key);
     }
 
     FLASH_DEVICE void produce_q() const {
@@ -278,11 +304,14 @@ struct Fa3ForwardTiles : Fa3Cta<Fa3ForwardParams, QueryTile, kTuning.consumers> 
 
     // Applies the options, and the mask unless kUnmasked excludes one.
     template <bool kUnmasked, class State>
-    FLASH_DEVICE void finish_scores(RegisterTile<16, kBlockKV>& rS, const State& x) const {
+    FLASH_DEVICE void finish_scores(RegisterTile<16, kBlockKV>& rS, State& x) const {
         const QueryTile& tile = work_tiles[x.tile];
         const int first_row = warp_row();
         const int first_key = tile.kv_tiles.tile(x.kv_tile) * kBlockKV;
-        if constexpr (changes_scores(kOptions))
+        if constexpr (kBias) {
+            add_bias<Rows::kQueries, BiasTile>(rS, bias_pipeline(), x.bias, first_row,
+                                               params.scale_log2, params.bias_map.parts);
+        } else if constexpr (changes_scores(kOptions))
             // Packed GQA has no ALiBi, which uses first_query.
             ScoreFunction<Element, Rows::kQueries, kOptions>{params, tile.sequence, tile.head}
                 .apply(rS, tile.first_query + first_row, first_key);
@@ -407,7 +436,8 @@ struct Fa3ForwardTiles : Fa3Cta<Fa3ForwardParams, QueryTile, kTuning.consumers> 
 template <class Kernel>
 cudaError_t launch_fa3_forward(const ForwardParams& call, const ForwardKernel& kernel,
                                cudaStream_t stream) {
-    Fa3ForwardParams params{call, make_dynamic_scheduler(call.counters)};
+    typename Kernel::Params params{};
+    static_cast<Fa3ForwardParams&>(params) = {call, make_dynamic_scheduler(call.counters)};
     if (params.seqlen_k == 0) {  // a tensor map needs an address, although nothing is read
         params.k.data = params.q.data;
         params.v.data = params.q.data;
@@ -419,6 +449,11 @@ cudaError_t launch_fa3_forward(const ForwardParams& call, const ForwardKernel& k
                                    params.k_map, params.k, params.head_dim),
                                Kernel::encode_v_map(params, kernel)})
         if (status != cudaSuccess) return status;
+    if constexpr (Kernel::kBias)
+        if (const cudaError_t status = params.bias_map.template prepare<typename Kernel::BiasTile>(
+                call, kernel.bias, stream);
+            status != cudaSuccess)
+            return status;
     const int works = work_tile_count(params.tile_order) / params.tile_order.tiles_at_once;
     return launch_kernel<fa3_kernel<Kernel>>(min_of(works, kernel.gpu.sms), Kernel::kThreads,
                                              sizeof(typename Kernel::SharedStorage), params, stream,
