@@ -44,66 +44,78 @@ FLASH_HOST_DEVICE constexpr DBiasTile dbias_tile(const Bias& bias, int number, i
 // The walk over the tiles of scores of a tile of dbias: sequence by sequence, head by head, and
 // within a head by Q tiles. `ctas` CTAs share it, each a run of it. Heads count alike, and so do
 // the tiles of a head, whether the mask hides them or not.
+//
+// Producers have few registers, so what is the same for a head is in memory that they name.
+struct DBiasHead {
+    DBiasTile own;  // of dbias
+    Sequence sequence;
+    int head;              // of Q
+    int q_begin, q_end;    // its Q tiles
+    Interval kv_tiles;     // of all of them, but
+    int kv_begin, kv_end;  // where the first one begins and the last one ends
+};
+
 template <int kBlockQ, int kBlockKV>
 struct DBiasWalk {
     const AttentionParams& params;
-    DBiasTile own;
+    DBiasHead& now;
     int cta, ctas;
 
-    // visit(sequence, query head, first query, first key), for the share of this CTA.
+    // visit(first query, first key), for the share of this CTA of tile `own`.
     template <class Visit>
-    FLASH_HOST_DEVICE void for_each(Visit visit) const {
+    FLASH_HOST_DEVICE void for_each(const DBiasTile& own, Visit visit) const {
+        now.own = own;
         const int (&sizes)[4] = params.bias.sizes;
-        const Interval batches = contributing(sizes[0], own.batch, params.batch);
-        const Interval heads = contributing(sizes[1], own.head, params.heads_q);
-        const int heads_here = heads.end - heads.begin;
+        const int heads = sizes[1] == 1 ? params.heads_q : 1;
         // In units of a head's share for one CTA.
-        const int count = (batches.end - batches.begin) * heads_here;
-        const int begin = count * cta;
-        const int end = begin + count;
-        const int first_sequence = params.cu_seqlens_q == nullptr ? 0 : 1;
-        for (int i = begin / ctas; i * ctas < end; ++i) {
-            const Sequence sequence = sequence_of<true>(
-                params, first_sequence + batches.begin + i / heads_here);
-            const int first = max_of(begin - i * ctas, 0);
-            const int last = min_of(end - i * ctas, ctas);
-            visit_head(sequence, heads.begin + i % heads_here, first, last, visit);
+        const int count = (sizes[0] == 1 ? params.batch : 1) * heads;
+        const int end = count * (cta + 1);
+        for (int i = count * cta / ctas; i * ctas < end; ++i) {
+            describe(i, heads, max_of(count * cta - i * ctas, 0), min_of(end - i * ctas, ctas));
+            visit_head(visit);
         }
     }
 
  private:
-    // The tiles from the share `first` to `last`, of `ctas`, of a head.
+    // Head i, from the share `first` to `last` of `ctas`.
+    FLASH_HOST_DEVICE void describe(int i, int heads, int first, int last) const {
+        const int (&sizes)[4] = params.bias.sizes;
+        const int batch = sizes[0] == 1 ? i / heads : now.own.batch;
+        const Sequence sequence =
+            sequence_of<true>(params, batch + (params.cu_seqlens_q == nullptr ? 0 : 1));
+        now.sequence = sequence;
+        now.head = sizes[1] == 1 ? i % heads : now.own.head;
+        const Interval q_tiles =
+            contributing(sizes[2], now.own.q_tile, ceil_div(sequence.seqlen_q, kBlockQ));
+        const Interval kv_tiles =
+            contributing(sizes[3], now.own.kv_tile, ceil_div(sequence.seqlen_k, kBlockKV));
+        now.kv_tiles = kv_tiles;
+        now.kv_begin = kv_tiles.begin;
+        now.kv_end = kv_tiles.end;
+        now.q_begin = q_tiles.begin;
+        now.q_end = kv_tiles.empty() ? q_tiles.begin : q_tiles.end;
+        if (first == 0 && last == ctas) return;
+        const int columns = max_of(kv_tiles.end - kv_tiles.begin, 1);
+        const int64_t tiles = int64_t{now.q_end - now.q_begin} * columns;
+        const int64_t from = tiles * first / ctas;
+        const int64_t until = tiles * last / ctas;
+        now.q_end = now.q_begin;
+        if (from >= until) return;
+        now.q_end += static_cast<int>((until - 1) / columns) + 1;
+        now.q_begin += static_cast<int>(from / columns);
+        now.kv_begin += static_cast<int>(from % columns);
+        now.kv_end = kv_tiles.begin + static_cast<int>((until - 1) % columns) + 1;
+    }
+
     template <class Visit>
-    FLASH_HOST_DEVICE void visit_head(const Sequence& sequence, int head, int first, int last,
-                                      Visit visit) const {
-        const Interval q_tiles = contributing(params.bias.sizes[2], own.q_tile,
-                                              ceil_div(sequence.seqlen_q, kBlockQ));
-        const Interval kv_tiles = contributing(params.bias.sizes[3], own.kv_tile,
-                                               ceil_div(sequence.seqlen_k, kBlockKV));
-        if (q_tiles.empty() || kv_tiles.empty()) return;
-        const int q_count = q_tiles.end - q_tiles.begin;
-        const int kv_count = kv_tiles.end - kv_tiles.begin;
-        int q_begin = 0, q_end = q_count;          // of the Q tiles here
-        int kv_begin = 0, kv_end = kv_count;       // of the first one and of the last one
-        if (first > 0 || last < ctas) {
-            const int64_t tiles = int64_t{q_count} * kv_count;
-            const int64_t from = tiles * first / ctas;
-            const int64_t until = tiles * last / ctas;
-            if (from >= until) return;
-            q_begin = static_cast<int>(from / kv_count);
-            q_end = static_cast<int>((until - 1) / kv_count) + 1;
-            kv_begin = static_cast<int>(from - int64_t{q_begin} * kv_count);
-            kv_end = static_cast<int>(until - int64_t{q_end - 1} * kv_count);
-        }
-        const BandMask mask = mask_of(params, sequence);
-        for (int i = q_begin; i < q_end; ++i) {
-            const int q_tile = q_tiles.begin + i;
+    FLASH_HOST_DEVICE void visit_head(Visit visit) const {
+        for (int i = now.q_begin; i < now.q_end; ++i) {
             const VisibleTiles seen =
-                VisibleTiles::of_queries(mask, tile_interval(q_tile, kBlockQ), kBlockKV)
-                    .within({kv_tiles.begin + (i == q_begin ? kv_begin : 0),
-                             kv_tiles.begin + (i == q_end - 1 ? kv_end : kv_count)});
-            for (int j = seen.begin; j < seen.end; ++j)
-                visit(sequence, head, q_tile * kBlockQ, seen.tile(j) * kBlockKV);
+                VisibleTiles::of_queries(mask_of(params, now.sequence), tile_interval(i, kBlockQ),
+                                         kBlockKV)
+                    .within({i == now.q_begin ? now.kv_begin : now.kv_tiles.begin,
+                             i == now.q_end - 1 ? now.kv_end : now.kv_tiles.end});
+            for (int j = seen.begin; j < seen.end; ++j) visit(i * kBlockQ, seen.tile(j) * kBlockKV);
         }
     }
 };

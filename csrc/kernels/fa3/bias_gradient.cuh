@@ -101,6 +101,7 @@ struct Fa3BiasGradient {
         float lse[kStages][kBlockQ];
         float minus_delta[kStages][kBlockQ];
         Step steps[kStages];
+        DBiasHead heads[2];  // of each producer
         typename Stages::Barriers barriers;
     };
 
@@ -124,9 +125,9 @@ struct Fa3BiasGradient {
     // --- Producers ---
 
     template <class Visit>
-    FLASH_DEVICE void for_each_step(Visit visit) const {
+    FLASH_DEVICE void for_each_step(DBiasHead& now, Visit visit) const {
         const int cta = static_cast<int>(blockIdx.x) % params.ctas;
-        DBiasWalk<kBlockQ, kBlockKV>{params, own(), cta, params.ctas}.for_each(visit);
+        DBiasWalk<kBlockQ, kBlockKV>{params, now, cta, params.ctas}.for_each(own(), visit);
     }
 
     // After the last step. With alternating consumers one for each.
@@ -141,9 +142,11 @@ struct Fa3BiasGradient {
     FLASH_DEVICE void produce_queries() const {
         State s;
         const bool large_lse = params.large_lse.is_raised();
-        for_each_step([&](const Sequence& sequence, int head, int first_query, int first_key) {
+        DBiasHead& now = storage.heads[0];
+        const Sequence& sequence = now.sequence;
+        for_each_step(now, [&](int first_query, int first_key) {
             const BandMask mask = mask_of(params, sequence);
-            const int group = row_group(params, sequence, head) + first_query / kWorkspaceRows;
+            const int group = row_group(params, sequence, now.head) + first_query / kWorkspaceRows;
             const bool full = mask.is_full({first_query, first_query + kBlockQ},
                                            {first_key, first_key + kBlockKV});
             pipeline.producer_acquire(s);
@@ -153,9 +156,9 @@ struct Fa3BiasGradient {
             pipeline.producer_expect(s, kK + 2 * Statistics::kBytes);
             const uint32_t stage = pipeline.stage(s);
             const uint32_t full_barrier = pipeline.full(s);
-            query_tensor_rows<Element>(params.q, sequence, head)
+            query_tensor_rows<Element>(params.q, sequence, now.head)
                 .template load<QTile>(params.q_map, stage, full_barrier, first_query);
-            query_tensor_rows<Element>(params.dout, sequence, head)
+            query_tensor_rows<Element>(params.dout, sequence, now.head)
                 .template load<DOTile>(params.do_map, stage + kDO, full_barrier, first_query);
             const int stored = stored_rows<kBlockQ>(sequence, first_query);
             const auto load = [&](float (&target)[kBlockQ], const float* source) {
@@ -172,9 +175,10 @@ struct Fa3BiasGradient {
 
     FLASH_DEVICE void produce_keys() const {
         State s;
-        for_each_step([&](const Sequence& sequence, int head, int, int first_key) {
-            const KeyRows keys = key_rows(params, sequence);
-            const int head_k = head / (params.heads_q / params.heads_k);
+        DBiasHead& now = storage.heads[1];
+        for_each_step(now, [&](int, int first_key) {
+            const KeyRows keys = key_rows(params, now.sequence);
+            const int head_k = now.head / (params.heads_q / params.heads_k);
             pipeline.producer_acquire(s);
             pipeline.producer_expect(s, KTile::kBytes + VTile::kBytes);
             const uint32_t stage = pipeline.stage(s);
