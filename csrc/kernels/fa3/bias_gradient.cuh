@@ -33,13 +33,15 @@
 // description; the bias.
 //
 //   barrier               arrivals per phase                   who waits
-//   full(stages)          2: producers; and TMA's bytes        consumers, before the matmuls
+//   full(stages)          2: producers; and TMA's bytes,       consumers, before the matmuls
+//                         unless there are no more steps
 //   empty(stages)         8: each consumer warp, when its      producers, before the next loads
 //                         matmuls are complete and it has
-//                         read lse and delta; with tiles of
-//                         64 queries 4, of one consumer
-//   cluster (hardware)    all threads of the cluster that      consumers, before they add over
-//                         run                                  CTAs, and before they end
+//                         read lse and delta
+//
+// Of tiles of 64 queries these are the 4 warps of the consumer whose step it is. At the end all
+// threads of a cluster wait for each other twice, by its hardware barrier: before the consumers add
+// over the CTAs, and before they end.
 #pragma once
 
 #include "kernels/fa3/backward_common.cuh"
@@ -114,7 +116,12 @@ struct Fa3BiasGradient {
     FLASH_DEVICE void init() const { pipeline.init(kAlternate ? 4 : 4 * kConsumers, 2); }
     FLASH_DEVICE void begin() const {}
     FLASH_DEVICE void produce_by_warps() const {}
-    FLASH_DEVICE void end() const {}
+    // The producers have no share of the sums.
+    FLASH_DEVICE void end() const {
+        if (threadIdx.x >= 128) return;
+        ptx::cluster_sync();
+        ptx::cluster_sync();
+    }
 
     // This cluster's tile.
     FLASH_DEVICE DBiasTile own() const {
@@ -265,7 +272,7 @@ struct Fa3BiasGradient {
             for (int i = 0; i < 4; ++i) {
                 float& x = rS.v[0][n][i];
                 // Rounded as in ScoreFunction.
-                x = __fmaf_rz(kLog2e, of_bias[i], __fmul_rn(x, scale));
+                x = __fmaf_rz(kLog2e, of_bias[i], x * scale);
             }
         }
         if (kind == kMasked) [[unlikely]]
