@@ -89,7 +89,7 @@ struct Fa3BiasGradient {
     enum StepKind : int {
         kEnd = -1,  // there are no more
         kPlain = 0,
-        kMasked = 1,  // a query does not see all keys, or a row of the call has a reference
+        kMasked = 1,  // not all see each other, or a row of the call has a reference
     };
     struct Step {
         int kind;
@@ -154,8 +154,11 @@ struct Fa3BiasGradient {
         for_each_step(now, [&](int first_query, int first_key) {
             const BandMask mask = mask_of(params, sequence);
             const int group = row_group(params, sequence, now.head) + first_query / kWorkspaceRows;
+            // Of varlen sequences the bias may have elements, of any value, past the last query.
             const bool full = mask.is_full({first_query, first_query + kBlockQ},
-                                           {first_key, first_key + kBlockKV});
+                                           {first_key, first_key + kBlockKV}) &&
+                              (first_query + kBlockQ <= sequence.seqlen_q ||
+                               params.cu_seqlens_q == nullptr);
             pipeline.producer_acquire(s);
             storage.steps[s.stage] = {large_lse || !full ? kMasked : kPlain, first_query, first_key,
                                       sequence.seqlen_q, sequence.seqlen_k, group};
@@ -288,7 +291,8 @@ struct Fa3BiasGradient {
         sequence.seqlen_k = step.seqlen_k;
         const BandMask mask = mask_of(params, sequence);
         mask_scores(rS, step.first_key, [&](int i) {
-            return mask.key_range(step.first_query + row + i);
+            const int query = step.first_query + row + i;
+            return query < step.seqlen_q ? mask.key_range(query) : Interval{0, 0};
         });
     }
 
