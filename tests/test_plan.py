@@ -19,6 +19,7 @@ import pytest
 from attention_testing import KERNEL_DIMS, VARIANTS, Problem, unsupported_reason
 from compiled import CSRC, NATIVE, ROOT, python_module
 from test_attention import decoding, few_keys, few_queries, few_tiles
+from test_bias import CLUSTERS
 from test_parts import IN_PARTS
 
 H200, A100, SMALL = range(3)  # the GPUs of plan.cpp; the last has 99 KB of shared memory
@@ -792,14 +793,14 @@ def test_bias_gradient_of_fa3_lacks_options(fields: dict, native: ModuleType) ->
     assert p.backward("fa2").launches[-1] == "bias_gradient"
 
 
-def test_every_cluster_of_the_bias_gradient_occurs(native: ModuleType) -> None:
+def test_gpu_problems_have_every_cluster(native: ModuleType) -> None:
+    """Of the gradient of a bias, in tests/test_bias.py."""
     p = problem(native, seqlen_q=128, seqlen_k=128, bias=True, wanted="fa3")
-    found = set()
-    for p.batch, heads in itertools.product((1, 2, 3, 5, 6, 7, 40), range(1, 60)):
+    for p.batch, heads, ctas in CLUSTERS:
         p.heads_q = p.heads_k = heads
         p.bias_sizes = (1, heads, 128, 128)
-        found.add(p.backward("fa2").launches[-1])
-    assert found == {f"fa3_bias_gradient, {ctas}<64, 64>" for ctas in range(1, 9)}
+        assert p.backward("fa2").launches[-1] == f"fa3_bias_gradient, {ctas}<64, 64>"
+    assert {ctas for *_, ctas in CLUSTERS} == set(range(1, 9))
 
 
 # --- Tables ---

@@ -253,8 +253,7 @@ cudaError_t backward_dq_gemm(const Shape& call) {
 template <int kHeadDim, bool kSmall>
 cudaError_t bias_gradient(const Shape& call) {
     constexpr auto kRow = row_of(tuning::kFa3BiasGradient, {kHeadDim, kHeadDim});
-    using Kernel =
-        Fa3BiasGradient<Element, kHeadDim, kHeadDim, kSmall ? kRow.small : kRow.usual>;
+    using Kernel = Fa3BiasGradient<Element, kHeadDim, kHeadDim, kSmall ? kRow.small : kRow.usual>;
     return keep<Kernel>([&] {
         auto params = backward_params(call, kHeadDim);
         params.bias.data = params.dbias = global;

@@ -206,8 +206,8 @@ struct Problem {
     int head_dim = 64, head_dim_v = 64;
     int window_left = -1, window_right = -1;
     bool varlen = false, bias = false, dropout = false, sink = false, deterministic = false;
-    bool repeated_rows = false;   // of k
-    std::string wanted;           // the variant; empty: that whose backward runs
+    bool repeated_rows = false;  // of k
+    std::string wanted;          // the variant; empty: that whose backward runs
     int bias_sizes[4] = {1, 1, 1, 1};
     std::string odd_rows;         // the names of tensors whose rows begin at any address
     bool expanded_heads = false;  // of k and v

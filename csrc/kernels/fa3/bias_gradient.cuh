@@ -155,13 +155,17 @@ struct Fa3BiasGradient {
             const BandMask mask = mask_of(params, sequence);
             const int group = row_group(params, sequence, now.head) + first_query / kWorkspaceRows;
             // Of varlen sequences the bias may have elements, of any value, past the last query.
-            const bool full = mask.is_full({first_query, first_query + kBlockQ},
-                                           {first_key, first_key + kBlockKV}) &&
-                              (first_query + kBlockQ <= sequence.seqlen_q ||
-                               params.cu_seqlens_q == nullptr);
+            const bool full =
+                mask.is_full({first_query, first_query + kBlockQ},
+                             {first_key, first_key + kBlockKV}) &&
+                (first_query + kBlockQ <= sequence.seqlen_q || params.cu_seqlens_q == nullptr);
             pipeline.producer_acquire(s);
-            storage.steps[s.stage] = {large_lse || !full ? kMasked : kPlain, first_query, first_key,
-                                      sequence.seqlen_q, sequence.seqlen_k, group};
+            storage.steps[s.stage] = {large_lse || !full ? kMasked : kPlain,
+                                      first_query,
+                                      first_key,
+                                      sequence.seqlen_q,
+                                      sequence.seqlen_k,
+                                      group};
             using Statistics = RowStatisticsLoad<float, kBlockQ>;
             pipeline.producer_expect(s, kK + 2 * Statistics::kBytes);
             const uint32_t stage = pipeline.stage(s);
@@ -400,9 +404,8 @@ struct Fa3BiasGradient {
             probabilities(rS, s, kind, row);
             finish(rdP);
             float minus_delta[2];
-            for_each_row<16>([&](int, int i, int r) {
-                minus_delta[i] = storage.minus_delta[s.stage][row + r];
-            });
+            for_each_row<16>(
+                [&](int, int i, int r) { minus_delta[i] = storage.minus_delta[s.stage][row + r]; });
             __syncwarp();  // all lanes have read lse and delta
             if (lane_id() == 0) pipeline.consumer_release(s);
 #pragma unroll
@@ -416,7 +419,7 @@ struct Fa3BiasGradient {
         sum_broadcast(sum);
 #pragma unroll
         for (int n = 0; n < Scores::kN; ++n) {
-            const float(&x)[4] = sum.v[0][n];
+            const float (&x)[4] = sum.v[0][n];
             storage.bias[n][consumer_thread()] = {x[0], x[1], x[2], x[3]};
         }
         ptx::cluster_sync();  // the sums of all CTAs are complete
