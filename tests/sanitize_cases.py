@@ -59,6 +59,14 @@ def options(seqlen_q: int, seqlen_k: int, pattern: str) -> Iterator[dict]:
     yield {"head_dim_v": 24, "bias": "bhqk", "layout": "odd_row"}
 
 
+def bias_gradients(base: Problem) -> Iterator[Problem]:
+    """For the kernel of Hopper GPUs: small tiles and others, clusters, sums of rows and columns."""
+    yield dataclasses.replace(base, batch=9, seqlen_q=33, seqlen_k=49, bias="1hqk")
+    yield dataclasses.replace(base, batch=3, bias="1hqk", bias_type="float32", causal=True)
+    yield dataclasses.replace(base, seqlen_q=150, seqlen_k=290, bias="1111", window=(70, 30))
+    yield dataclasses.replace(base, lengths_q=(70, 0, 9), lengths_k=(130, 8, 64), bias="bhqk")
+
+
 def cases() -> Iterator[tuple[Problem, str, bool]]:
     """(problem, variant, deterministic); lengths and bias patterns rotate."""
     rotation = zip(itertools.cycle(LENGTHS), itertools.cycle(BIAS_PATTERNS[1:]), strict=False)
@@ -75,6 +83,8 @@ def cases() -> Iterator[tuple[Problem, str, bool]]:
         for variant in variants()[1:]:  # fa1 has no parts, and is always deterministic
             yield parts, variant, True
             yield dataclasses.replace(parts, softcap=2.0), variant, True
+            if variant == "fa2":
+                yield from ((x, "auto", True) for x in bias_gradients(base))
             yield base, variant, False
             yield dataclasses.replace(base, lengths_q=(40, 30), lengths_k=(65, 9)), variant, False
             if variant == "fa3":  # more forms of its kernels: its group was packed above

@@ -167,7 +167,9 @@ def ping_pong(found: Run) -> bool:
     return any(kind == "barrier" and 0 < i < ds_stored_barrier() for kind, i in found.named)
 
 
-@pytest.mark.parametrize("name", [x for x in KERNELS if "decode" not in x])
+@pytest.mark.parametrize(
+    "name", [x for x in KERNELS if "decode" not in x and "small tiles" not in x]
+)
 def test_tables_of_barriers_are_true(name: str) -> None:
     found = run(name, "full")
     transposes = any("V^T" in x.name for x in found.barriers.values())
@@ -181,10 +183,12 @@ def test_tables_of_barriers_are_true(name: str) -> None:
     used = [x for x in found.barriers.values() if x.phase > 0 or x.name in waits]
     for barrier in used:
         arrivals, who_waits = table[barrier.name.split("[")[0]]
-        for moments in barrier.arrived[: barrier.phase]:
+        may_end = "unless there are no more" in arrivals
+        for phase, moments in enumerate(barrier.arrived[: barrier.phase]):
             count, by_tma = arrivals_of(found, moments)
             assert count == arrivals_in(arrivals, consumers), (barrier.name, arrivals)
-            assert by_tma == ("TMA's bytes" in arrivals), (barrier.name, arrivals)
+            if not (may_end and phase == barrier.phase - 1):
+                assert by_tma == ("TMA's bytes" in arrivals), (barrier.name, arrivals)
         assert waits[barrier.name] == sides(who_waits), (barrier.name, who_waits)
     in_table = {x for x in table if "(named)" not in x}
     if "bias" not in name:

@@ -245,3 +245,98 @@ def test_a_bias_without_columns_hides_all_keys(variant: str, device: str) -> Non
     problem = Problem(**lengths, bias="bhqk", bias_short=4)
     assert make_inputs(problem, device).bias.shape[-1] == 0
     check(problem, variant, device)
+
+
+# --- The gradient by the kernel of Hopper GPUs (kernels/fa3/bias_gradient.cuh) ---
+
+
+def gradients() -> Iterator[Problem]:
+    """Every way to broadcast; head dims, lengths, types and masks in rotation."""
+    masks = (*MASKS, {"window": (70, 30)})
+    lengths = ((150, 290), (49, 49), (64, 64), (300, 130), (257, 129), (33, 500))
+    grid = itertools.product(
+        BIAS_PATTERNS, ("dense", "used", "packed", "short"), ("input", "float32")
+    )
+    problems = (
+        Problem(
+            **dict(zip(("seqlen_q", "seqlen_k"), lengths[index % 6], strict=True))
+            | SEQUENCES[sequences]
+            | masks[index // 2 % 3],
+            head_dim=(32, 64, 128, 40, 96)[index % 5],
+            head_dim_v=(None, None, 24)[index // 5 % 3],
+            sink=index % 7 == 0,
+            bias=pattern,
+            bias_type=bias_type,
+        )
+        for index, (pattern, sequences, bias_type) in enumerate(grid)
+    )
+    return alternate(problems)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("problem", gradients(), ids=str)
+def test_gradient_against_float64(problem: Problem) -> None:
+    """ "auto": Hopper GPUs run their kernel, whichever variant runs the rest."""
+    check(problem, "auto", "cuda")
+
+
+# (batch, heads, CTAs of a cluster on 132 SMs), for tests/test_plan.py, too.
+CLUSTERS = (
+    *((n, 2, n) for n in range(1, 9)),
+    *((40, 16, 5), (40, 23, 4), (40, 31, 3), (40, 38, 2), (40, 140, 2)),
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seqlen", (49, 128))
+@pytest.mark.parametrize("d", (32, 64, 128))
+@pytest.mark.parametrize(("batch", "heads", "ctas"), CLUSTERS)
+def test_gradient_in_clusters(batch: int, heads: int, ctas: int, d: int, seqlen: int) -> None:
+    """Of each size, with shares of one length and of several; the same bits in every run."""
+    del ctas
+    keys = min(seqlen, 64) if d == 128 else seqlen  # one tile
+    problem = Problem(batch, seqlen, keys, heads, heads, d, bias="1hqk")
+    first = check(problem, "auto", "cuda")["dbias"]
+    for _ in range(20):
+        again = run(problem, "auto", "cuda")["dbias"]
+        assert_all_bitwise_equal({"dbias": again}, {"dbias": first})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pattern", ("1111", "1h11", "b1q1", "111k", "11qk"))
+def test_gradient_of_shared_heads_is_repeatable(pattern: str) -> None:
+    """Walks that end within a head, and sums over rows, columns and the warps of a CTA."""
+    problem = Problem(3, 700, 1000, 6, 2, 64, causal=True, bias=pattern, bias_type="float32")
+    first = run(problem, "auto", "cuda")
+    for _ in range(20):
+        again = run(problem, "auto", "cuda")
+        assert_all_bitwise_equal({"dbias": again["dbias"]}, {"dbias": first["dbias"]})
+    other = run(problem, "fa2", "cuda")["dbias"]
+    torch.testing.assert_close(first["dbias"], other, rtol=1e-3, atol=1e-2 * other.abs().max())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("d", (32, 64, 128))
+@pytest.mark.parametrize("value", (-20000.0, 3e8))
+def test_gradient_with_large_lse(value: float, d: int) -> None:
+    """Whole rows of a large bias: their lse is too coarse, and P comes from references."""
+    problem = Problem(3, 200, 300, 2, 2, d, bias="1hqk", bias_type="float32")
+    inputs = make_inputs(problem, "cuda")
+    with torch.no_grad():
+        inputs.bias[:, :, 30:90] = value
+    check(problem, "auto", "cuda", inputs=inputs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", ("fa2", "auto"))
+def test_a_named_variant_computes_all_gradients(variant: str) -> None:
+    """And where none is named Hopper GPUs run their kernel."""
+    problem = Problem(4, 100, 100, 2, 2, 64, bias="1hqk")
+    run(problem, variant, "cuda")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run(problem, variant, "cuda")
+        torch.cuda.synchronize()
+    kernels = " ".join(event.name for event in profile.events())
+    hopper = torch.cuda.get_device_capability()[0] == 9
+    assert ("Fa3BiasGradient" in kernels) == (variant == "auto" and hopper)
+    assert ("bias_gradient_kernel" in kernels) != ("Fa3BiasGradient" in kernels)

@@ -358,6 +358,59 @@ def test_row_tiles_of_heads(batch: int, rows: int, native: ModuleType) -> None:
         assert [tuple(x) for x in native.row_tiles_of_heads(batch, rows, heads, 4)] == order
 
 
+# --- schedule/dbias_tiles.cuh ---
+
+WALKS = (
+    (3, 4, 10, 20, None, None, None),
+    (2, 3, 10, 20, None, None, (20, 5)),
+    (3, 2, 24, 60, (0, 9, 9, 22), (0, 30, 37, 58), None),
+)
+"""Batches: sequences, heads, rows of q and k, and the lengths of varlen ones."""
+
+
+@pytest.mark.parametrize("ctas", (1, 2, 3, 7, 8))
+@pytest.mark.parametrize("walk", WALKS)
+def test_tiles_of_a_bias_gradient(walk: tuple, ctas: int, native: ModuleType) -> None:
+    """Each visible tile of scores counts once in its tile of dbias, and shares of it are alike."""
+    batch = native.Batch(*walk)
+    count, heads = walk[:2]
+    sequences = batch.sequences(True)[slice(1, -1) if walk[4] else slice(None)]
+    block_q, block_kv = 4, 8
+    for whole, window in itertools.product(
+        itertools.product((True, False), repeat=4), ((-1, -1), (-1, 0), (3, 2))
+    ):
+        lengths = (count, heads, max(s[4] for s in sequences), max(s[5] for s in sequences))
+        sizes = [n if w else 1 for n, w in zip(lengths, whole, strict=True)]
+        seen = []
+        for number in range(batch.dbias_tiles(sizes)):
+            shares = []
+            for cta in range(ctas):
+                tiles, own = batch.dbias_share(sizes, window, number, cta, ctas)
+                shares.append(len(tiles))
+                for sequence, head, query, key in tiles:
+                    index = sequence - bool(walk[4])
+                    of_bias = (index, head, query // block_q, key // block_kv)
+                    assert own == [x if w else 0 for x, w in zip(of_bias, whole, strict=True)]
+                    seen.append((index, head, query, key))
+            if window == (-1, -1) and walk[4] is None and walk[6] is None:
+                assert max(shares) - min(shares) <= 1
+        expected = []
+        for index, (*_, seqlen_q, seqlen_k, _) in enumerate(sequences):
+            visible = dense_mask(seqlen_q, seqlen_k, False, window)
+            for query, key in itertools.product(
+                range(0, seqlen_q, block_q), range(0, seqlen_k, block_kv)
+            ):
+                rows = visible[query : query + block_q]
+                keys = native.BandMask(seqlen_q, seqlen_k, *window).keys_of(
+                    (query, query + block_q)
+                )
+                if keys[0] < key + block_kv and key < keys[1]:
+                    expected += [(index, head, query, key) for head in range(heads)]
+                else:
+                    assert not rows[:, key : key + block_kv].any()
+        assert sorted(seen) == sorted(expected), (sizes, window)
+
+
 # --- tile/swizzle.cuh ---
 
 CHUNK, BANKS = 16, 128  # bytes: what one lane moves at once, and what all banks hold

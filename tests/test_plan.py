@@ -19,6 +19,7 @@ import pytest
 from attention_testing import KERNEL_DIMS, VARIANTS, Problem, unsupported_reason
 from compiled import CSRC, NATIVE, ROOT, python_module
 from test_attention import decoding, few_keys, few_queries, few_tiles
+from test_bias import CLUSTERS
 from test_parts import IN_PARTS
 
 H200, A100, SMALL = range(3)  # the GPUs of plan.cpp; the last has 99 KB of shared memory
@@ -751,6 +752,63 @@ def test_gradients_of_options_follow(native: ModuleType) -> None:
     ]  # fmt: skip
     p.deterministic = True
     assert p.backward("fa2").launches[0] == "sanitize_cu_seqlens"
+
+
+GRADIENTS = (
+    (dict(batch=384, heads=4, seqlen=384, d=32, sizes=(1, 4, 384, 384)), "3<32, 32>"),
+    (dict(batch=1024, heads=12, seqlen=49, d=32, sizes=(1, 12, 49, 49)), "small, 8<32, 32>"),
+    (dict(batch=2, heads=2, seqlen=300, d=40, sizes=(2, 2, 300, 300)), "1<64, 64>"),
+    (dict(batch=2, heads=2, seqlen=300, d=96, sizes=(1, 1, 300, 300)), "4<128, 128>"),
+    (dict(batch=1, heads=2, seqlen=300, d=128, sizes=(1, 1, 1, 1)), "8<128, 128>"),
+)
+"""A call, and of fa3's kernel for the gradient of its bias the tile, the cluster, the head dims."""
+
+
+@pytest.mark.parametrize(("call", "expected"), GRADIENTS)
+def test_bias_gradient_of_fa3(call: dict, expected: str, native: ModuleType) -> None:
+    """Whichever variant runs the backward, but not for a variant that was asked for by name."""
+    p = problem(native, batch=call["batch"], bias=True, bias_sizes=call["sizes"])
+    p.heads_q = p.heads_k = call["heads"]
+    p.seqlen_q = p.seqlen_k = call["seqlen"]
+    p.head_dim = p.head_dim_v = call["d"]
+    for variant in ("fa1", "fa2"):
+        assert p.backward(variant).launches[-1] == "bias_gradient"
+    p.wanted = "fa3"
+    for variant in ("fa1", "fa2"):
+        assert p.backward(variant).launches[-1] == f"fa3_bias_gradient, {expected}"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    (
+        dict(gpu=A100),
+        dict(softcap=2.0),
+        dict(alibi=True),
+        dict(head_dim=136),
+        dict(head_dim=33),
+        dict(odd_rows="k"),
+        dict(odd_rows="dout"),
+        dict(repeated_rows=True),
+        dict(seqlen_k=0),
+        dict(batch=0),
+    ),
+)
+def test_bias_gradient_of_fa3_lacks_options(fields: dict, native: ModuleType) -> None:
+    p = problem(native, batch=2, seqlen_q=70, seqlen_k=70, bias=True, wanted="fa3")
+    assert p.backward("fa2").launches[-1].startswith("fa3_bias_gradient")
+    for name, value in fields.items():
+        setattr(p, name, value)
+    assert p.backward("fa2").launches[-1] == "bias_gradient"
+
+
+def test_gpu_problems_have_every_cluster(native: ModuleType) -> None:
+    """Of the gradient of a bias, in tests/test_bias.py."""
+    p = problem(native, seqlen_q=128, seqlen_k=128, bias=True, wanted="fa3")
+    for p.batch, heads, ctas in CLUSTERS:
+        p.heads_q = p.heads_k = heads
+        p.bias_sizes = (1, heads, 128, 128)
+        assert p.backward("fa2").launches[-1] == f"fa3_bias_gradient, {ctas}<64, 64>"
+    assert {ctas for *_, ctas in CLUSTERS} == set(range(1, 9))
 
 
 # --- Tables ---

@@ -234,6 +234,7 @@ AllGradients attention_backward(const BackwardTensors& x, const Options& options
     const Choice choice = choose({device_of(q), params, operands}, Pass::kBackward, forward, true);
     if (!choice.variant) fail(choice.why);
     plan.variant = *choice.variant;
+    plan.wanted = variant_of(options).value_or(kFastestVariant);
     const Tensor bias = make_readable(params.bias, options);
     debug_lengths(q, k, v, options);
     params.ds_factor = std::sqrt(params.p_factor * params.late_factor);

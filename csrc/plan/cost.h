@@ -14,6 +14,7 @@
 #include "problem/mask.cuh"
 #include "problem/params.h"
 #include "problem/sequences.cuh"
+#include "schedule/dbias_tiles.cuh"
 #include "schedule/split_kv.cuh"
 #include "schedule/tile_numbers.cuh"
 #include "tile/host_device.h"
@@ -309,6 +310,36 @@ inline int decode_splits(const AttentionParams& params, const MaskSummary& mask,
     for (int splits = 2; splits < kMaxClusterSplits; splits *= 2) consider(splits);
     for (int clusters = 1; clusters <= kMaxClusters; ++clusters)
         consider(clusters * kMaxClusterSplits);
+    return best;
+}
+
+// --- The gradient of a bias, by FA3's kernel ---
+
+// The tiles of scores that a tile of dbias is summed over, masked ones included.
+inline int64_t dbias_walk(const BackwardParams& params, int block_q, int block_kv) {
+    const int (&sizes)[4] = params.bias.sizes;
+    return int64_t{sizes[0] == 1 ? params.batch : 1} * (sizes[1] == 1 ? params.heads_q : 1) *
+           (sizes[2] == 1 ? max_of(ceil_div(mean_queries(params), block_q), 1) : 1) *
+           (sizes[3] == 1 ? max_of(ceil_div(mean_keys(params), block_kv), 1) : 1);
+}
+
+// The CTAs of a tile's cluster. A CTA takes the time of so many tiles of scores to begin, and to
+// add its sums to the others' (an estimate). Of a GPC's 16 SMs, some have 18, a cluster of 3, 5, 6
+// or 7 leaves some idle.
+inline int dbias_ctas(const BackwardParams& params, int block_q, int block_kv,
+                      const GpuModel& gpu) {
+    constexpr int kOverhead = 5;
+    constexpr int kGpc = 16;
+    const int64_t tiles = dbias_tile_count(params.bias, block_q, block_kv);
+    const int64_t walk = dbias_walk(params, block_q, block_kv);
+    const auto time = [&](int64_t ctas) {
+        const int sms = sms_of_clusters(static_cast<int>(ctas), gpu);
+        const int64_t at_once = max_of<int64_t>(sms / kGpc * (kGpc / ctas) + sms % kGpc / ctas, 1);
+        return ceil_div(tiles, at_once) * (kOverhead + ceil_div(walk, ctas));
+    };
+    int best = 1;
+    for (int ctas = 2; ctas <= min_of<int64_t>(walk, kMaxClusterSplits); ++ctas)
+        if (time(ctas) < time(best)) best = ctas;
     return best;
 }
 

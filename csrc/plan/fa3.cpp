@@ -323,6 +323,37 @@ cudaError_t run_fa3_backward(const BackwardPlan& plan, cudaStream_t stream) {
 
 }  // namespace
 
+std::optional<BiasGradientKernel> fa3_bias_gradient_kernel(const BackwardParams& params,
+                                                           std::span<const Operand> operands,
+                                                           const GpuModel& gpu) {
+#ifndef FLASH_EXT_SM90A
+    return std::nullopt;
+#endif
+    const auto* row =
+        tuning::find_row(tuning::kFa3BiasGradient, head_dims(params), options_of(params));
+    if (gpu.major != 9 || row == nullptr) return std::nullopt;
+    for (const Operand& x : operands)
+        if (!x.is_reached_by_tma() || std::ranges::count(x.sizes, 0) > 0) return std::nullopt;
+    const auto is_small = [&](int dim, int length, int block) {
+        const int size = params.bias.sizes[dim];
+        return (size == 1 ? length : size) <= block;
+    };
+    BiasGradientKernel kernel{row->head_dims};
+    kernel.small_tiles = is_small(2, params.seqlen_q, row->small.block_q) &&
+                         is_small(3, params.seqlen_k, row->small.block_kv);
+    const tuning::Fa3BiasGradientShape tile = kernel.small_tiles ? row->small : row->usual;
+    kernel.ctas = forced("FLASH_EXT_FORCE_CLUSTER")
+                      .value_or(dbias_ctas(params, tile.block_q, tile.block_kv, gpu));
+    return kernel;
+}
+
+cudaError_t run_fa3_bias_gradient(const BackwardPlan& plan, cudaStream_t stream) {
+    return dispatch_head_dims<tuning::kFa3BiasGradient>(
+        plan.kernel.bias_gradient->head_dims, [&](auto dim, auto dim_v) {
+            return fa3_bias_gradient<dim, dim_v>(plan.params, plan.kernel, stream);
+        });
+}
+
 constexpr VariantRow kFa3Row{fa3_unsupported_reason, Variant::kFa2,   plan_fa3_forward,
                              plan_fa3_backward,      run_fa3_forward, run_fa3_backward,
                              /*copies_rows=*/true};

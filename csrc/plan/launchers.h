@@ -55,11 +55,19 @@ struct WideTileOrders {
     TileOrder queries;
 };
 
+// FA3's kernel for the gradient of a bias.
+struct BiasGradientKernel {
+    HeadDims head_dims;
+    bool small_tiles;
+    int ctas;  // of a cluster
+};
+
 // The kernels of a backward.
 struct BackwardKernel {
     HeadDims head_dims{};
     OptionSet options;
     GpuModel gpu;
+    std::optional<BiasGradientKernel> bias_gradient;  // none: the common one
     // FA3:
     bool many_queries = false;
     int lead = 0;  // see lead_of()
@@ -119,6 +127,9 @@ template <int kHeadDim, int kHeadDimV>
 BackwardLauncher fa3_backward;
 template <int kHeadDim, int kHeadDimV>
 BackwardLauncher fa3_backward_wide;
+// After the backward of any variant, whose workspace it reads.
+template <int kHeadDim, int kHeadDimV>
+BackwardLauncher fa3_bias_gradient;
 
 // Before a pass from the given tensors to the copies, or after it back.
 cudaError_t copy_rows(const RowCopies& copies, bool back, cudaStream_t stream);

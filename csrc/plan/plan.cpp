@@ -34,19 +34,23 @@ void pack_gqa_view(ForwardParams& params) {
     lift_mask(params);
 }
 
+// A tensor of the call, as far as its params describe it.
+Operand operand_of(const AttentionParams& params, const TensorView& view, Rows rows, int cols) {
+    const bool of_queries = rows == Rows::kQueries;
+    return {.name = "",
+            .data = view.data,
+            .sizes = {tensor_batches(params), of_queries ? params.seqlen_q : params.seqlen_k,
+                      of_queries ? params.heads_q : params.heads_k, cols},
+            .strides = {view.batch_stride, view.row_stride, view.head_stride, 1},
+            .element_bytes = element_bytes(params.element_type)};
+}
+
 // In place of rows that TMA cannot address the kernels have a copy in the workspace. Results they
 // only store, at any aligned address.
 template <class Plan>
 void copy_if_needed(Plan& plan, RowCopies& copies, TensorView& view, Rows rows, int cols) {
     const AttentionParams& params = plan.params;
-    const bool of_queries = rows == Rows::kQueries;
-    const Operand given{
-        .name = "",
-        .data = view.data,
-        .sizes = {tensor_batches(params), of_queries ? params.seqlen_q : params.seqlen_k,
-                  of_queries ? params.heads_q : params.heads_k, cols},
-        .strides = {view.batch_stride, view.row_stride, view.head_stride, 1},
-        .element_bytes = element_bytes(params.element_type)};
+    const Operand given = operand_of(params, view, rows, cols);
     const bool loaded = &copies == &plan.inputs;
     if (has_8_bit_keys(params)) return;  // FA3 refuses such rows
     if (loaded ? given.is_reached_by_tma() : given.is_aligned()) return;
@@ -76,6 +80,18 @@ void copy_inputs(Plan& plan) {
     params.head_dim = ceil_div(cols.qk, 8) * 8;
     params.head_dim_v = ceil_div(cols.v, 8) * 8;
     params.aligned = true;
+}
+
+// A variant that was asked for by name computes all gradients: FA3's kernel is not for FA1 and FA2
+// then.
+void choose_bias_gradient(BackwardPlan& plan) {
+    const BackwardParams& params = plan.params;
+    if (params.dbias == nullptr || plan.wanted != Variant::kFa3) return;
+    const Operand operands[] = {operand_of(params, params.q, Rows::kQueries, params.head_dim),
+                                operand_of(params, params.k, Rows::kKeys, params.head_dim),
+                                operand_of(params, params.v, Rows::kKeys, params.head_dim_v),
+                                operand_of(params, params.dout, Rows::kQueries, params.head_dim_v)};
+    plan.kernel.bias_gradient = fa3_bias_gradient_kernel(params, operands, plan.kernel.gpu);
 }
 
 std::string copied_inputs(const Call& call) {
@@ -157,6 +173,7 @@ void make_plan(BackwardPlan& plan, const GpuModel& gpu) {
     }
     if (row.copies_rows) copy_inputs(plan);
     row.plan_backward(plan);
+    choose_bias_gradient(plan);
     if (!row.copies_rows) return;
     const bool parts = params.parts > 1;
     copy_if_needed(plan, plan.results, params.dq, Rows::kQueries, cols.qk);
@@ -180,7 +197,9 @@ cudaError_t launch(const BackwardPlan& plan, cudaStream_t stream) {
     if (status == cudaSuccess && plan.cu_seqlens_q != nullptr)
         status = sanitize_cu_seqlens(params, plan.cu_seqlens_q, plan.cu_seqlens_k, stream);
     if (status == cudaSuccess) status = row_for(plan.variant).backward(plan, stream);
-    if (status == cudaSuccess && params.dbias != nullptr) status = bias_gradient(params, stream);
+    if (status == cudaSuccess && params.dbias != nullptr)
+        status = plan.kernel.bias_gradient ? run_fa3_bias_gradient(plan, stream)
+                                           : bias_gradient(params, stream);
     if (status == cudaSuccess && params.dsink != nullptr) status = sink_gradient(params, stream);
     return status == cudaSuccess ? copy_rows(plan.results, /*back=*/true, stream) : status;
 }

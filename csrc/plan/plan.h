@@ -96,6 +96,7 @@ struct ForwardPlan {
 
 struct BackwardPlan {
     Variant variant;
+    Variant wanted = variant;  // by the caller; without a wish the fastest
     BackwardParams params;
     MaskSummary mask;
     BackwardKernel kernel;

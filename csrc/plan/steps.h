@@ -31,6 +31,13 @@ struct VariantRow {
 
 extern const VariantRow kFa1Row, kFa2Row, kFa3Row;
 
+// FA3's kernel for the gradient of the call's bias, if it has one that runs on this GPU.
+// Operands: q, k, v, dout.
+std::optional<BiasGradientKernel> fa3_bias_gradient_kernel(const BackwardParams& params,
+                                                           std::span<const Operand> operands,
+                                                           const GpuModel& gpu);
+cudaError_t run_fa3_bias_gradient(const BackwardPlan& plan, cudaStream_t stream);
+
 // Why no kernel of the tables runs the call; empty if one does.
 template <class... Tables>
 std::string table_reason(const Call& call, const Tables&... tables) {

@@ -455,6 +455,26 @@ struct BiasGradientRow {
 inline constexpr BiasGradientRow kBiasGradient[] = {
     {{32, 32}}, {{64, 64}}, {{128, 128}}, {{256, 256}}};
 
+// FA3's, for Hopper. `small`: if the scores of a head are one such tile.
+struct Fa3BiasGradientShape {
+    int block_q;
+    int block_kv;
+    int stages;
+};
+
+struct Fa3BiasGradientRow {
+    HeadDims head_dims;
+    Fa3BiasGradientShape usual;
+    Fa3BiasGradientShape small;
+    OptionSets options{
+        1, {OptionSet::kVarlen | OptionSet::kRareScale | OptionSet::kBias | OptionSet::kUnaligned}};
+};
+
+inline constexpr Fa3BiasGradientRow kFa3BiasGradient[] = {
+    {.head_dims = {32, 32}, .usual = {128, 128, 4}, .small = {64, 64, 8}},
+    {.head_dims = {64, 64}, .usual = {128, 128, 2}, .small = {64, 64, 4}},
+    {.head_dims = {128, 128}, .usual = {128, 64, 2}, .small = {64, 64, 2}}};
+
 // --- FA3, backward ---
 
 // What runs beside what in a consumer's iteration: the sets of steps that pay somewhere, by which

@@ -8,6 +8,7 @@
 #include "device.h"
 #include "kernels/fa3/backward.cuh"
 #include "kernels/fa3/backward_wide.cuh"
+#include "kernels/fa3/bias_gradient.cuh"
 #include "kernels/fa3/decode.cuh"
 #include "kernels/fa3/forward.cuh"
 #include "kernels/fa3/forward_fp8.cuh"
@@ -145,6 +146,8 @@ void list_members() {
     FLASH_MEMBER("data", "statistics", statistics)
     FLASH_MEMBER("data", "P", p)
     FLASH_MEMBER("data", "stages", stages)
+    FLASH_MEMBER("data", "bias", bias)
+    FLASH_MEMBER("data", "steps", steps)
     FLASH_MEMBER("data", "work tiles", work_tiles.stages)
 #undef FLASH_MEMBER
 }
@@ -262,6 +265,18 @@ cudaError_t backward_dq_gemm(const Shape& call) {
     });
 }
 
+// Of a bias of one element, which is added to all tiles of scores.
+template <int kHeadDim, bool kSmall>
+cudaError_t bias_gradient(const Shape& call) {
+    constexpr auto kRow = row_of(tuning::kFa3BiasGradient, {kHeadDim, kHeadDim});
+    using Kernel = Fa3BiasGradient<Element, kHeadDim, kHeadDim, kSmall ? kRow.small : kRow.usual>;
+    return keep<Kernel>([&] {
+        auto params = backward_params(call, kHeadDim);
+        params.bias.data = params.dbias = global;
+        return launch_fa3_bias_gradient<Kernel>(params, 1, nullptr);
+    });
+}
+
 template <class OfMatmuls, class Key, auto& kTable, auto kLauncher>
 cudaError_t decode(const Shape& call) {
     constexpr auto kRow = tuning::row_of(kTable, {128, 128});
@@ -305,6 +320,8 @@ const std::map<std::string, cudaError_t (*)(const Shape&)> kKernels{
     {"backward_dq 192", backward_dq<192>},
     {"backward_dq 256", backward_dq<256>},
     {"backward_dq_gemm 256", backward_dq_gemm<256>},
+    {"bias_gradient 64", bias_gradient<64, false>},
+    {"bias_gradient 64, small tiles", bias_gradient<64, true>},  // consumers alternate
     {"decode 128", decode<Element, Element, tuning::kFa3Decode, fa3_decode<128, 128>>},
     {"decode 128, 8 bits", decode_8_bits},
 };

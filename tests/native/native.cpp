@@ -21,6 +21,7 @@
 #include "problem/mask.cuh"
 #include "problem/params.h"
 #include "problem/sequences.cuh"
+#include "schedule/dbias_tiles.cuh"
 #include "schedule/row_tiles.cuh"
 #include "schedule/split_kv.cuh"
 #include "schedule/tile_numbers.cuh"
@@ -168,6 +169,30 @@ struct Batch {
         return all;
     }
 
+    static constexpr int kDBiasQ = 4, kDBiasKV = 8;
+
+    int64_t dbias_tiles(std::array<int, 4> sizes) {
+        std::ranges::copy(sizes, params.bias.sizes);
+        return dbias_tile_count(params.bias, kDBiasQ, kDBiasKV);
+    }
+
+    // (number of the sequence, head, first query, first key) of a CTA's share of the walk of a tile
+    // of dbias, and the tile (batch, head, Q tile, KV tile).
+    using DBiasShare = std::pair<std::vector<std::array<int, 4>>, std::array<int, 4>>;
+    DBiasShare dbias_share(std::array<int, 4> sizes, Pair window, int number, int cta, int ctas) {
+        std::ranges::copy(sizes, params.bias.sizes);
+        const BandMask mask = band_mask(0, 0, window.first, window.second);
+        params.window_left = mask.window_left;
+        params.window_right = mask.window_right;
+        const DBiasTile own = dbias_tile(params.bias, number, kDBiasQ, kDBiasKV);
+        DBiasHead now;
+        std::vector<std::array<int, 4>> all;
+        DBiasWalk<kDBiasQ, kDBiasKV>{params, now, cta, ctas}.for_each(own, [&](int query, int key) {
+            all.push_back({Batch::number(now.sequence), now.head, query, key});
+        });
+        return {all, {own.batch, own.head, own.q_tile, own.kv_tile}};
+    }
+
     std::vector<int64_t> statistics(int head) const {
         std::vector<int64_t> all;
         for (int i = 0; i < sequence_count(params); ++i)
@@ -287,7 +312,9 @@ PYBIND11_MODULE(flash_ext_native, m) {
         .def("owners", &Batch::owners)
         .def("workspace", &Batch::workspace)
         .def("q_tile_indices", &Batch::q_tile_indices<32>)
-        .def("statistics", &Batch::statistics);
+        .def("statistics", &Batch::statistics)
+        .def("dbias_tiles", &Batch::dbias_tiles)
+        .def("dbias_share", &Batch::dbias_share);
     m.attr("workspace_rows") = kWorkspaceRows;
 
     m.def("layout", [](int rows, int cols) {

@@ -118,6 +118,12 @@ template <int kHeadDim, int kHeadDimV>
 cudaError_t fa3_backward_wide(const BackwardParams&, const BackwardKernel&, cudaStream_t) {
     return note("fa3_backward_wide", kHeadDim, kHeadDimV);
 }
+template <int kHeadDim, int kHeadDimV>
+cudaError_t fa3_bias_gradient(const BackwardParams&, const BackwardKernel& kernel, cudaStream_t) {
+    return note(text("fa3_bias_gradient", kernel.bias_gradient->small_tiles ? ", small" : "", ", ",
+                     kernel.bias_gradient->ctas),
+                kHeadDim, kHeadDimV);
+}
 cudaError_t sum_parts(const BackwardParams&, TensorView, TensorView, cudaStream_t) {
     return note("sum_parts");
 }
@@ -169,6 +175,8 @@ std::vector<const void*> instantiated_for_all_head_dims() {
     for_each_row<tuning::kFa3Backward>([&](auto d, auto dv) { keep(&fa3_backward<d, dv>); });
     for_each_row<tuning::kFa3BackwardWide>(
         [&](auto d, auto dv) { keep(&fa3_backward_wide<d, dv>); });
+    for_each_row<tuning::kFa3BiasGradient>(
+        [&](auto d, auto dv) { keep(&fa3_bias_gradient<d, dv>); });
     return all;
 }
 
@@ -198,7 +206,9 @@ struct Problem {
     int head_dim = 64, head_dim_v = 64;
     int window_left = -1, window_right = -1;
     bool varlen = false, bias = false, dropout = false, sink = false, deterministic = false;
-    bool repeated_rows = false;   // of k
+    bool repeated_rows = false;  // of k
+    std::string wanted;          // the variant; empty: that whose backward runs
+    int bias_sizes[4] = {1, 1, 1, 1};
     std::string odd_rows;         // the names of tensors whose rows begin at any address
     bool expanded_heads = false;  // of k and v
     bool seqused = false;
@@ -284,6 +294,7 @@ struct Problem {
         params.scale = params.scale_log2 = 1.f;
         params.softcap = static_cast<float>(softcap);
         if (bias) params.bias.data = kMemory;
+        std::ranges::copy(bias_sizes, params.bias.sizes);
         if (sink) params.sink = reinterpret_cast<float*>(kMemory);
         if (alibi) params.alibi_slopes = reinterpret_cast<float*>(kMemory);
         params.aligned = true;
@@ -342,6 +353,7 @@ struct Problem {
         fill(params);
         params.deterministic = deterministic;
         if (bias) params.dbias = kMemory;
+        if (!wanted.empty()) plan.wanted = *variant_of(wanted);
         if (sink) params.dsink = reinterpret_cast<float*>(kMemory);
         params.dout = operands()[4].view();
         params.dq = operand("dq", seqlen_q, heads_q, head_dim).view();
@@ -417,6 +429,12 @@ PYBIND11_MODULE(MODULE, m) {
         .def_readwrite("odd_rows", &Problem::odd_rows)
         .def_readwrite("expanded_heads", &Problem::expanded_heads)
         .def_readwrite("seqused", &Problem::seqused)
+        .def_readwrite("wanted", &Problem::wanted)
+        .def_property(
+            "bias_sizes", [](const Problem& p) { return std::to_array(p.bias_sizes); },
+            [](Problem& p, const std::array<int, 4>& sizes) {
+                std::ranges::copy(sizes, p.bias_sizes);
+            })
         .def_readwrite("fp8", &Problem::fp8)
         .def_readwrite("int8", &Problem::int8)
         .def_readwrite("alibi", &Problem::alibi)

@@ -12,6 +12,7 @@
 #include "plan/tuning.h"
 #include "plan/workspace_rows.cuh"
 #include "problem/sequences.cuh"
+#include "schedule/dbias_tiles.cuh"
 
 namespace flash_ext {
 
@@ -19,16 +20,6 @@ template <class Element, int kHeadDim>
 using BiasGradientTile =
     BackwardTile<Element, kHeadDim, kHeadDim, tuning::kAllOptions,
                  tuning::fa2_backward_shape({kHeadDim, kHeadDim}, tuning::kAllOptions)>;
-
-// The number of tiles of dbias in a dimension.
-FLASH_HOST_DEVICE constexpr int bias_tiles(int size, int block) {
-    return size == 1 ? 1 : ceil_div(size, block);
-}
-
-// Positions begin to end - 1 of a dimension contribute to position `own` of dbias.
-FLASH_HOST_DEVICE constexpr Interval contributing(int size, int own, int count) {
-    return size == 1 ? Interval{0, count} : Interval{own, min_of(own + 1, count)};
-}
 
 template <class Tile>
 struct BiasGradient {
@@ -107,14 +98,8 @@ template <class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     bias_gradient_kernel(const __grid_constant__ BackwardParams params) {
     const int (&sizes)[4] = params.bias.sizes;
-    const int kv_tiles = bias_tiles(sizes[3], Tile::kBlockKV);
-    const int q_tiles = bias_tiles(sizes[2], Tile::kBlockQ);
-    const int tile = blockIdx.x % (kv_tiles * q_tiles);
-    const int matrix = blockIdx.x / (kv_tiles * q_tiles);
-    const int kv_tile = tile % kv_tiles;
-    const int q_tile = tile / kv_tiles;
-    const int head_own = matrix % sizes[1];
-    const int batch_own = matrix / sizes[1];
+    const auto [batch_own, head_own, q_tile, kv_tile] =
+        dbias_tile(params.bias, blockIdx.x, Tile::kBlockQ, Tile::kBlockKV);
 
     const BiasGradient<Tile> gradient{params};
     typename BiasGradient<Tile>::Scores sum;
@@ -133,12 +118,10 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 cudaError_t bias_gradient(BackwardParams params, cudaStream_t stream) {
     const auto* row = tuning::find_row(tuning::kBiasGradient, {params.head_dim, params.head_dim_v});
     if (row == nullptr) return kNoKernel;
-    const int (&sizes)[4] = params.bias.sizes;
     return dispatch_head_dims<tuning::kBiasGradient>(row->head_dims, [&](auto dim, auto) {
         return dispatch_element(params.element_type, [&](auto element) {
             using Tile = BiasGradientTile<decltype(element), dim.value>;
-            const int64_t ctas = int64_t{bias_tiles(sizes[3], Tile::kBlockKV)} *
-                                 bias_tiles(sizes[2], Tile::kBlockQ) * sizes[1] * sizes[0];
+            const int64_t ctas = dbias_tile_count(params.bias, Tile::kBlockQ, Tile::kBlockKV);
             return launch_kernel<bias_gradient_kernel<Tile>>(ctas, Tile::kThreads,
                                                              Tile::kSharedBytes, params, stream);
         });
