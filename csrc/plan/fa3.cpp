@@ -18,6 +18,12 @@ std::optional<int> forced(const char* name) {
     return value == nullptr ? std::nullopt : std::optional(std::atoi(value));
 }
 
+// Of the call with its rows in aligned copies.
+OptionSet aligned_options(const AttentionParams& params) {
+    constexpr unsigned kUnaligned = static_cast<unsigned>(OptionSet::kUnaligned);
+    return static_cast<OptionSet>(static_cast<unsigned>(options_of(params)) & ~kUnaligned);
+}
+
 std::string fa3_unsupported_reason(const Call& call, Pass pass) {
     if (call.gpu.major != 9)
         return text("needs a Hopper GPU (compute capability 9.0), this one has ", call.gpu.major,
@@ -25,8 +31,7 @@ std::string fa3_unsupported_reason(const Call& call, Pass pass) {
 #ifndef FLASH_EXT_SM90A
     return "was not built: add 90a to FLASH_EXT_CUDA_ARCHS";
 #endif
-    AttentionParams params = call.params;
-    params.aligned = true;  // in the copies of rows
+    const AttentionParams& params = call.params;
     const bool fp8 = has_8_bit_keys(params);
     const bool backward = pass == Pass::kBackward;
     if (fp8 && backward) return "has no backward for 8-bit inputs";
@@ -43,12 +48,12 @@ std::string fa3_unsupported_reason(const Call& call, Pass pass) {
         if (!x.aligned_copy().is_reached_by_tma())
             return text("needs less than 32 GiB for a copy of ", x.name, " in aligned memory");
     }
-    const Call copied{call.gpu, params, call.operands};
+    const OptionSet needed = aligned_options(params);
     const std::string reason =
-        backward             ? table_reason(copied, tuning::kFa3Backward, tuning::kFa3BackwardWide)
-        : has_8_bits(params) ? table_reason(copied, tuning::kFa3ForwardFp8)
-        : fp8                ? table_reason(copied, tuning::kFa3Decode8Bits)
-                             : table_reason(copied, tuning::kFa3Forward);
+        backward ? table_reason(call, needed, tuning::kFa3Backward, tuning::kFa3BackwardWide)
+        : has_8_bits(params) ? table_reason(call, needed, tuning::kFa3ForwardFp8)
+        : fp8                ? table_reason(call, needed, tuning::kFa3Decode8Bits)
+                             : table_reason(call, needed, tuning::kFa3Forward);
     if (!reason.empty()) return reason;
     if (params.softcap > kMaxFa3Softcap) return "has no softcap above 2048";
     // The limit of epoch_counter.cuh, with the smallest tiles.
