@@ -45,7 +45,8 @@ void plan_bias(Plan& plan) {
         tiled.sizes[dim] = bias.sizes[dim];
         if (dim == 3) continue;
         tiled.strides[dim] = bias.strides[dim];
-        as_it_is = as_it_is && (tiled.broadcast[dim] || (bias.strides[dim] > 0 && bias.strides[dim] % 8 == 0));
+        as_it_is = as_it_is &&
+                   (tiled.broadcast[dim] || (bias.strides[dim] > 0 && bias.strides[dim] % 8 == 0));
     }
     tiled.is_copy = !as_it_is;
     if (as_it_is) {
@@ -63,6 +64,12 @@ void plan_bias(Plan& plan) {
     plan.workspace.reserve(tiled.data, 2 * elements);
 }
 
+// Of the call with its rows in aligned copies.
+OptionSet aligned_options(const AttentionParams& params) {
+    constexpr unsigned kUnaligned = static_cast<unsigned>(OptionSet::kUnaligned);
+    return static_cast<OptionSet>(static_cast<unsigned>(options_of(params)) & ~kUnaligned);
+}
+
 std::string fa3_unsupported_reason(const Call& call, Pass pass) {
     if (call.gpu.major != 9)
         return text("needs a Hopper GPU (compute capability 9.0), this one has ", call.gpu.major,
@@ -70,8 +77,7 @@ std::string fa3_unsupported_reason(const Call& call, Pass pass) {
 #ifndef FLASH_EXT_SM90A
     return "was not built: add 90a to FLASH_EXT_CUDA_ARCHS";
 #endif
-    AttentionParams params = call.params;
-    params.aligned = true;  // in the copies of rows
+    const AttentionParams& params = call.params;
     const bool fp8 = has_8_bit_keys(params);
     const bool backward = pass == Pass::kBackward;
     if (fp8 && backward) return "has no backward for 8-bit inputs";
@@ -88,14 +94,14 @@ std::string fa3_unsupported_reason(const Call& call, Pass pass) {
         if (!x.aligned_copy().is_reached_by_tma())
             return text("needs less than 32 GiB for a copy of ", x.name, " in aligned memory");
     }
-    const Call copied{call.gpu, params, call.operands};
-    const std::string reason =
-        backward             ? table_reason(copied, tuning::kFa3Backward, tuning::kFa3BackwardWide)
-        : has_8_bits(params) ? table_reason(copied, tuning::kFa3ForwardFp8)
-        : fp8                ? table_reason(copied, tuning::kFa3Decode8Bits)
-                             : table_reason(copied, tuning::kFa3Forward);
-    if (!reason.empty()) return reason;
     if (const std::string why = bias_reason(params); !why.empty()) return why;
+    const OptionSet needed = aligned_options(params);
+    const std::string reason =
+        backward ? table_reason(call, needed, tuning::kFa3Backward, tuning::kFa3BackwardWide)
+        : has_8_bits(params) ? table_reason(call, needed, tuning::kFa3ForwardFp8)
+        : fp8                ? table_reason(call, needed, tuning::kFa3Decode8Bits)
+                             : table_reason(call, needed, tuning::kFa3Forward);
+    if (!reason.empty()) return reason;
     if (params.softcap > kMaxFa3Softcap) return "has no softcap above 2048";
     // The limit of epoch_counter.cuh, with the smallest tiles.
     const int rows = backward ? tuning::kFa3BackwardWideBlock : tuning::kForwardBlockQ;
@@ -161,9 +167,8 @@ void plan_fa3_forward(ForwardPlan& plan) {
     ForwardKernel& kernel = plan.kernel;
     const GpuModel& gpu = kernel.gpu;
     // ALiBi, biases and dropout differ between heads, and TMA needs a positive stride between them.
-    const bool may_pack_gqa =
-        params.alibi_slopes == nullptr && params.bias.data == nullptr &&
-        params.rng_state == nullptr && params.q.head_stride > 0;
+    const bool may_pack_gqa = params.alibi_slopes == nullptr && params.bias.data == nullptr &&
+                              params.rng_state == nullptr && params.q.head_stride > 0;
     if (plan_fa3_decode(plan, may_pack_gqa)) return;
     plan_bias(plan);
 

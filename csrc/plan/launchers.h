@@ -30,9 +30,9 @@ struct TiledBias {
     void* data = nullptr;  // (B, Hq parts, Sq, Sk), 1 where one batch element or head is for all
     int parts = 0;         // 0: there is no bias
     bool is_copy = false;
-    bool broadcast[4];     // is one index for all?
+    bool broadcast[4];  // is one index for all?
     int64_t sizes[4];
-    int64_t strides[3];    // of all but the last dimension
+    int64_t strides[3];  // of all but the last dimension
 };
 inline constexpr int kBiasTile = 128;  // the most rows and columns of a tile
 

@@ -94,6 +94,10 @@ void choose_bias_gradient(BackwardPlan& plan) {
     plan.kernel.bias_gradient = fa3_bias_gradient_kernel(params, operands, plan.kernel.gpu);
 }
 
+cudaError_t copy_if_any(const RowCopies& copies, bool back, cudaStream_t stream) {
+    return copies.count == 0 ? cudaSuccess : copy_rows(copies, back, stream);
+}
+
 std::string copied_inputs(const Call& call) {
     std::string names;
     for (const Operand& x : call.operands)
@@ -182,18 +186,18 @@ void make_plan(BackwardPlan& plan, const GpuModel& gpu) {
 }
 
 cudaError_t launch(const ForwardPlan& plan, cudaStream_t stream) {
-    cudaError_t status = copy_rows(plan.inputs, /*back=*/false, stream);
+    cudaError_t status = copy_if_any(plan.inputs, /*back=*/false, stream);
     if (status == cudaSuccess) status = row_for(plan.variant).forward(plan, stream);
     // Every GPU that runs FA3 has programmatic dependent launch.
     if (status == cudaSuccess && plan.kernel.has_splits)
         status = combine_splits(plan.params, plan.kernel.head_dims, stream,
                                 /*pdl=*/plan.variant == Variant::kFa3);
-    return status == cudaSuccess ? copy_rows(plan.results, /*back=*/true, stream) : status;
+    return status == cudaSuccess ? copy_if_any(plan.results, /*back=*/true, stream) : status;
 }
 
 cudaError_t launch(const BackwardPlan& plan, cudaStream_t stream) {
     const BackwardParams& params = plan.params;
-    cudaError_t status = copy_rows(plan.inputs, /*back=*/false, stream);
+    cudaError_t status = copy_if_any(plan.inputs, /*back=*/false, stream);
     if (status == cudaSuccess && plan.cu_seqlens_q != nullptr)
         status = sanitize_cu_seqlens(params, plan.cu_seqlens_q, plan.cu_seqlens_k, stream);
     if (status == cudaSuccess) status = row_for(plan.variant).backward(plan, stream);
@@ -201,7 +205,7 @@ cudaError_t launch(const BackwardPlan& plan, cudaStream_t stream) {
         status = plan.kernel.bias_gradient ? run_fa3_bias_gradient(plan, stream)
                                            : bias_gradient(params, stream);
     if (status == cudaSuccess && params.dsink != nullptr) status = sink_gradient(params, stream);
-    return status == cudaSuccess ? copy_rows(plan.results, /*back=*/true, stream) : status;
+    return status == cudaSuccess ? copy_if_any(plan.results, /*back=*/true, stream) : status;
 }
 
 }  // namespace flash_ext

@@ -38,14 +38,13 @@ std::optional<BiasGradientKernel> fa3_bias_gradient_kernel(const BackwardParams&
                                                            const GpuModel& gpu);
 cudaError_t run_fa3_bias_gradient(const BackwardPlan& plan, cudaStream_t stream);
 
-// Why no kernel of the tables runs the call; empty if one does.
+// Why no kernel of the tables runs the call with the options `needed`; empty if one does.
 template <class... Tables>
-std::string table_reason(const Call& call, const Tables&... tables) {
+std::string table_reason(const Call& call, OptionSet needed, const Tables&... tables) {
     constexpr std::pair<const char*, OptionSet> kOptions[] = {{"dropout", OptionSet::kDropout},
                                                               {"bias", OptionSet::kBias},
                                                               {"softcap", OptionSet::kSoftcap},
                                                               {"ALiBi", OptionSet::kAlibi}};
-    const OptionSet needed = options_of(call.params);
     for (const auto& [name, option] : kOptions)
         if (contains(needed, option) && !(tuning::find_row(tables, {}, option) || ...))
             return text("has no ", name, has_8_bit_keys(call.params) ? " with 8-bit inputs" : "");
@@ -109,11 +108,11 @@ struct MmaKernels {
     static std::string unsupported_reason(const Call& call, Pass pass) {
         if (has_8_bit_keys(call.params)) return "has no 8-bit inputs";
         const bool forward = pass == Pass::kForward;
-        const std::string reason =
-            forward ? table_reason(call, kForwardTable) : table_reason(call, kBackwardTable);
+        const OptionSet options = options_of(call.params);
+        const std::string reason = forward ? table_reason(call, options, kForwardTable)
+                                           : table_reason(call, options, kBackwardTable);
         if (!reason.empty()) return reason;
         const HeadDims dims = head_dims(call.params);
-        const OptionSet options = options_of(call.params);
         const int needed =
             forward
                 ? forward_shared_bytes(tuning::find_row(kForwardTable, dims, options)->head_dims)

@@ -271,19 +271,18 @@ _disable_modes = _find("torch.utils._python_dispatch._disable_current_modes")
 _disable_functorch = _find("torch._C._DisableFuncTorch")
 
 
-@contextlib.contextmanager
-def ordinary_tensors() -> Iterator[None]:
+def ordinary_tensors() -> contextlib.AbstractContextManager[object]:
     """Within this, factories make ordinary tensors, which may be kept: not tensors of inference
     mode, of a compiler's mode or of a transform of torch.func. Without torch's names for it they
     make what the caller's modes make of them."""
-    with contextlib.ExitStack() as stack:
-        if torch.is_inference_mode_enabled():
-            stack.enter_context(torch.inference_mode(False))
-        if _disable_functorch is not None and in_transforms():
-            stack.enter_context(_disable_functorch())
-        if _disable_modes is not None and in_dispatch_mode():
-            stack.enter_context(_disable_modes())
-        yield
+    stack = contextlib.ExitStack()
+    if torch.is_inference_mode_enabled():
+        stack.enter_context(torch.inference_mode(False))
+    if _disable_functorch is not None and in_transforms():
+        stack.enter_context(_disable_functorch())
+    if _disable_modes is not None and in_dispatch_mode():
+        stack.enter_context(_disable_modes())
+    return stack
 
 
 # --- Timing ---

@@ -147,7 +147,7 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
         typename QPipeline::State q{}, q_done{};   // of S; of dK, one iteration later
         typename DOPipeline::State d{}, d_done{};  // of dP; of dV
         typename DQPipeline::State dq{};
-        uint32_t bias = 0;  // position in its pipeline
+        uint32_t bias = 0;              // position in its pipeline
         uint32_t ds = 0, ds_phase = 0;  // the stage of dS that dQ reads
         VisibleTiles q_tiles{};
         Interval full{};  // indices

@@ -81,7 +81,8 @@ struct WarpScores {
     using Function = ScoreFunction<Element, kRows, kOptions>;
 
     // From S to P, with lse of each query. With a bias the scores are in base 2, and have it. With
-    // StatisticsRows, lse / scale has been subtracted by a matmul. masked: do the scores need the mask? If large_lse, they count as masked.
+    // StatisticsRows, lse / scale has been subtracted by a matmul. masked: do the scores need the
+    // mask? If large_lse, they count as masked.
     template <class Scores, class Statistic>
     FLASH_DEVICE void probabilities(Scores& s, const Statistic* lse, bool masked,
                                     bool large_lse) const {

@@ -24,8 +24,7 @@ struct BiasMap {
 
     // Encodes the map, and fills the copy if there is one.
     template <class Tile>
-    cudaError_t prepare(const AttentionParams& params, const TiledBias& bias,
-                        cudaStream_t stream) {
+    cudaError_t prepare(const AttentionParams& params, const TiledBias& bias, cudaStream_t stream) {
         if (bias.is_copy)
             if (const cudaError_t status =
                     tile_bias(params.bias, params.element_type, bias, stream);
@@ -57,10 +56,10 @@ struct BiasMap {
             pipeline.producer_expect(state, Tile::kBytes);
 #pragma unroll
             for (int atom = 0; atom < Tile::kAtoms; ++atom)
-                ptx::tma_load_4d(pipeline.stage(state) + atom * Tile::kAtomBytes, map,
-                                 pipeline.full(state), first_key * col_step + atom * Tile::kAtomCols,
-                                 first_query * row_step, head * head_step + part,
-                                 sequence.batch * batch_step);
+                ptx::tma_load_4d(
+                    pipeline.stage(state) + atom * Tile::kAtomBytes, map, pipeline.full(state),
+                    first_key * col_step + atom * Tile::kAtomCols, first_query * row_step,
+                    head * head_step + part, sequence.batch * batch_step);
             state.advance();
         }
     }
@@ -96,7 +95,7 @@ FLASH_DEVICE void add_bias(Scores& s, uint32_t tile, int first_row, float scale)
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             const float2 b = ptx::unpack<typename Tile::Element>(pairs[j]);
-            float(&x)[4] = s.v[0][2 * k + j / 2];
+            float (&x)[4] = s.v[0][2 * k + j / 2];
             const int i = j % 2 * 2;
             x[i] = __fmaf_rz(kLog2e, b.x, x[i] * scale);
             x[i + 1] = __fmaf_rz(kLog2e, b.y, x[i + 1] * scale);

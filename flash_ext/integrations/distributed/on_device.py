@@ -69,8 +69,10 @@ class Kept(Generic[T]):
             result = self.function(*arguments)
         size = A_RESULT + bytes_of(arguments) + bytes_of(result)
         with self._lock:
-            self.nbytes += size - self._results.pop(arguments, (None, 0))[1]
-            self._results[arguments] = result, size
+            first, _ = self._results.setdefault(arguments, (result, size))
+            if first is not result:  # of another thread
+                return first
+            self.nbytes += size
             while len(self._results) > MOST_RESULTS or (
                 self.nbytes > self.most_bytes and len(self._results) > 1
             ):

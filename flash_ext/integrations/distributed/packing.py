@@ -17,6 +17,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -79,8 +80,7 @@ class Packed(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of memory, about."""
-        slices = (self.q, self.k, self.used or self.q)
-        return sum(4 * (x.stop - x.start) for x in slices)
+        return 12 * int(self.q.stop - self.q.start)
 
 
 class Call(NamedTuple):
@@ -112,7 +112,7 @@ class Call(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of memory, about."""
-        return 512 + bytes_of(self.packed)
+        return 512 + (0 if self.packed is None else self.packed.nbytes)
 
 
 # -------------------------------------------------------------------------------- packed documents
@@ -298,10 +298,9 @@ def _calls(flat: Tensor, runs: list[list[_Chain]]) -> list[Call]:
         # Then the ends of the last pair. No kernel reads the field of its number of used keys.
         pieces.append((1, q_end - 1, k_end - 1, k_end - 1, *first))
         edges.append(begin + 1)
-    sizes, *columns = zip(*pieces, strict=True)
-    piece = torch.repeat_interleave(numbers(sizes), output_size=edges[-1])
-    table = numbers([*itertools.chain(*columns)], flat.dtype).view(5, -1)
-    skips, firsts = table.index_select(1, piece).split((3, 2))
+    table = numbers([*itertools.chain(*zip(*pieces, strict=True))], flat.dtype).view(6, -1)
+    piece = torch.repeat_interleave(table[0], output_size=edges[-1])
+    skips, firsts = table[1:].index_select(1, piece).split((3, 2))
     skips += torch.arange(edges[-1], dtype=flat.dtype, device=HOST)
     found = flat.index_select(0, skips.view(-1)).view(3, -1)
     q_and_k, used = found.split((2, 1))
@@ -332,16 +331,25 @@ class _Block(NamedTuple):
     row: int
     """The first one, of the whole sequence."""
 
+    stop: int
+    """The one after the last."""
+
+    shift: int
+    """As in `Sharding.parts`."""
+
     first: int
     last: int
-    ends: bool
-    """Whether its parts are the ends of their documents."""
+
+    def rows(self, documents: Documents, first: int, last: int) -> Span:
+        """Those of some documents, of the rank."""
+        a, b = max(self.row, documents[first]), min(self.stop, documents[last])
+        return a + self.shift, b + self.shift
 
 
 @kept()
-def _blocks(shards: Sharding, mask: Mask) -> list[list[_Block]] | None:
-    """Of each rank, if there is no window, every document has rows, and ranks have few spans; then
-    of a block's queries and another one's keys all documents are alike."""
+def _blocks(shards: Sharding, mask: Mask, ranks: Sequence[int]) -> dict[int, list[_Block]] | None:
+    """Of ranks, if there is no window, every document has rows, and ranks have few spans; then of a
+    block's queries and another one's keys all documents are alike."""
     documents = mask.documents_of(shards.rows)
     count = len(documents) - 1
     if mask.left is not None or mask.right or documents.shortest < 1:
@@ -349,19 +357,23 @@ def _blocks(shards: Sharding, mask: Mask) -> list[list[_Block]] | None:
     if shards.documents is not None or shards.most_spans > FEW_SPANS:
         return None
 
-    def block(a: int, b: int) -> _Block:
+    def block(a: int, b: int, shift: int) -> _Block:
         first, last = bisect_right(documents, a) - 1, min(bisect_left(documents, b), count)
-        return _Block(a, first, last if a < b else first, documents[last] <= b)
+        return _Block(a, b, shift, first, last if a < b else first)
 
-    first, last, _ = shards.parts.tolist()
-    return [list(map(block, a, b)) for a, b in zip(first, last, strict=True)]
+    first, last, shift = shards.parts.tolist()
+    return {x: list(map(block, first[x], last[x], shift[x])) for x in ranks}
 
 
 def _between_blocks(
-    blocks: list[list[_Block]], rank: int, sources: Sequence[int], causal: bool, width: int
+    blocks: dict[int, list[_Block]],
+    rank: int,
+    sources: Sequence[int],
+    documents: Documents,
+    causal: bool,
 ) -> Iterator[_Chain]:
-    """Of each block of the rank with each of the sources', which have `width` numbers each."""
-    m = len(blocks[rank])
+    """Of each block of the rank with each of the sources', which have a number for each offset."""
+    m, width = len(blocks[rank]), len(documents)
     for number, source in enumerate(sources):
         pairs = itertools.product(enumerate(blocks[rank]), enumerate(blocks[source]))
         for (i, q), (j, k) in pairs:
@@ -370,7 +382,8 @@ def _between_blocks(
                 at_q, at_k = (rank * m + i) * width + first, (source * m + j) * width + first
                 group = number, not own, -1, 0 if own and causal else -1
                 at = at_q, at_q + 1, at_k, at_k + 1
-                yield _Chain(group, last - first, True, own, at)
+                rows = (x.rows(documents, first, last) for x in (q, k))
+                yield _Chain(group, last - first, True, own, at, *rows)
 
 
 def _of_blocks(
@@ -378,26 +391,33 @@ def _of_blocks(
     rank: int,
     sources: Sequence[int] | None,
     mask: Mask,
-    blocks: list[list[_Block]],
+    blocks: dict[int, list[_Block]],
 ) -> tuple[Tensor, list[list[_Chain]]]:
     """As `_plan_of`, if there are blocks: each is a chain with each other one."""
     documents, causal = mask.documents_of(shards.rows), mask.right == 0
-    ranks = [rank] if sources is None else range(shards.ranks)
-    first, last, shift = cells_of(shards, documents, ranks).unbind()
-    edges = torch.cat([first[..., :1] + shift[..., :1], last + shift], 2)
-    flat, width = edges.view(-1), len(documents)
-    chains = list(_between_blocks(blocks, rank, sources or (), causal, width))
-    if sources is None:
+    parts = shards.parts if sources is not None else shards.parts.narrow(1, rank, 1)
+    first, last, shift = parts.unsqueeze(3).unbind()
+    edges, width = documents.offsets.clamp(first, last), len(documents)
+    flat = (edges + shift).view(-1)
+    if sources is not None:
+        chains = list(_between_blocks(blocks, rank, sources, documents, causal))
+    else:
+        chains = []
         for i, q in enumerate(blocks[rank]):
             if q.first < q.last:
                 at_q, at_k = i * width + q.first, len(flat) + q.first
-                k_end = at_k + width + i * (width - 1) if causal else at_k + 1
-                group, at = (0, False, -1, 0 if causal else -1), (at_q, at_q + 1, at_k, k_end)
-                chains.append(_Chain(group, q.last - q.first, True, causal or q.ends, at))
-        flat = torch.cat([flat, documents.offsets, last.reshape(-1)])
-    ends = (at + (i % 2) * (x.pairs - 1) for x in chains for i, at in enumerate(x.at))
-    rows = flat.index_select(0, numbers([*ends])).view(-1, 2, 2).tolist()
-    chains = [x._replace(q=tuple(q), k=tuple(k)) for x, (q, k) in zip(chains, rows, strict=True)]
+                at = at_q, at_q + 1, at_k, at_k + 1 + (width + i * width if causal else 0)
+                k_end = documents[q.last]
+                ends, k = (
+                    k_end <= q.stop,
+                    (documents[q.first], min(k_end, q.stop) if causal else k_end),
+                )
+                group, rows = (
+                    (0, False, -1, 0 if causal else -1),
+                    q.rows(documents, q.first, q.last),
+                )
+                chains.append(_Chain(group, q.last - q.first, True, causal or ends, at, rows, k))
+        flat = torch.cat([flat, documents.offsets, edges.view(-1)])
     return flat, _runs(sorted(chains, key=lambda x: (*x.group[:2], x.q[0], x.k)))
 
 
@@ -414,10 +434,11 @@ def _by_chunks(shards: Sharding, mask: Mask) -> bool:
     return len(cut) == len(documents) and shards.by(documents)
 
 
-def _chunks_met(ranks: int, rank: int, source: int, mask: Mask) -> list[tuple[int, int]]:
+@cache
+def _chunks_met(ranks: int, rank: int, source: int, causal: bool) -> list[tuple[int, int]]:
     """Which chunks of the rank see which of the source's, in the order of their calls."""
     q, k = ((x, 2 * ranks - 1 - x) for x in (rank, source))
-    met = [(i, j) for i in range(2) for j in range(2) if mask.right is None or k[j] <= q[i]]
+    met = [(i, j) for i in range(2) for j in range(2) if not causal or k[j] <= q[i]]
     if (FIRST, FIRST) in met and (SECOND, SECOND) in met:  # follow one another
         met = [(BOTH, BOTH), *((i, j) for i, j in met if i != j)]
     return met
@@ -427,7 +448,6 @@ class _Chunks:
     """The chunks that some ranks have of each document.
 
     Attributes:
-        last: where they end in the sequence, (ranks, 2, documents).
         numbers: of each rank cu_seqlens of both, which begin with the first ones', and
             then cu_seqlens of the second ones.
     """
@@ -436,11 +456,11 @@ class _Chunks:
         _, last, shift = shards.parts[:, ranks].unbind()
         ends, self._lengths = last + shift, shards.lengths[ranks]
         self._count = ends.shape[1] // 2
-        seconds = ends[:, self._count - 1 :]
+        *_, seconds = ends.split((self._count - 1, self._count + 1), 1)
         begins = seconds[:, :1]
         self._begins: list[int] = begins.flatten().tolist()
-        self.last = last.unflatten(1, (2, -1))
-        self.numbers = torch.cat([torch.zeros_like(begins), ends, seconds - begins], 1).view(-1)
+        seconds = seconds - begins
+        self.numbers = torch.cat([seconds[:, :1], ends, seconds], 1).view(-1)
 
     def of(self, rank: int, which: int) -> tuple[Span, slice]:
         """The rows of a rank, and which of the numbers are their cu_seqlens."""
@@ -454,17 +474,17 @@ def _of_chunks(
     shards: Sharding, rank: int, sources: Sequence[int], mask: Mask
 ) -> list[tuple[Call, ...]]:
     """`of_sources`, if `_by_chunks`."""
-    chunks = _Chunks(shards, slice(None))
-    every = Numbers(chunks.numbers.int())
+    chunks, causal = _Chunks(shards, slice(None)), mask.right == 0
+    every, of = Numbers(chunks.numbers.int()), cache(chunks.of)
 
     def call(source: int, i: int, j: int) -> Call:
-        (q, of_q), (k, of_k) = chunks.of(rank, i), chunks.of(source, j)
+        (q, of_q), (k, of_k) = of(rank, i), of(source, j)
         own = source == rank and i == j
-        window = (-1, 0 if own and mask.right == 0 else -1)
+        window = (-1, 0 if own and causal else -1)
         return Call(q, k, window, own, Packed(every, of_q, of_k, None), aligned=own)
 
-    met = ((x, _chunks_met(shards.ranks, rank, x, mask)) for x in sources)
-    return [tuple(call(source, *pair) for pair in pairs) for source, pairs in met]
+    met = ((x, _chunks_met(shards.ranks, rank, x, causal)) for x in sources)
+    return [tuple([call(source, *pair) for pair in pairs]) for source, pairs in met]
 
 
 def _whole_of_chunks(shards: Sharding, rank: int, mask: Mask) -> tuple[Call, ...]:
@@ -478,7 +498,7 @@ def _whole_of_chunks(shards: Sharding, rank: int, mask: Mask) -> tuple[Call, ...
         last = [documents[-1], documents[-1]]
         used = begins[:0]
     else:
-        (of_chunks,) = chunks.last
+        of_chunks = shards.parts[1, rank].view(2, -1)
         last = of_chunks[:, -1].tolist()
         keys = begins, of_chunks[0, -1:], begins, of_chunks[1, -1:]
         used = (of_chunks - begins).view(-1)
@@ -500,7 +520,8 @@ def _plan_of(
 ) -> tuple[Tensor, list[list[_Chain]]]:
     """The numbers of a plan, and the chains of each call, sources one after the other. Without
     sources the keys are the whole sequence's."""
-    blocks, documents = _blocks(shards, mask), mask.documents_of(shards.rows)
+    ranks = (rank,) if sources is None else tuple(range(shards.ranks))
+    blocks, documents = _blocks(shards, mask, ranks), mask.documents_of(shards.rows)
     if blocks is not None:
         return _of_blocks(shards, rank, sources, mask, blocks)
     q = cells_of(shards, documents, [rank])[:, 0]
@@ -528,10 +549,10 @@ def of_sources(
 def count_calls(shards: Sharding, rank: int, source: int, mask: Mask) -> int:
     """How many they are against the keys of one; a few more, where blocks would be in one call."""
     if _by_chunks(shards, mask):
-        return len(_chunks_met(shards.ranks, rank, source, mask))
-    blocks = _blocks(shards, mask)
+        return len(_chunks_met(shards.ranks, rank, source, mask.right == 0))
+    blocks, documents = _blocks(shards, mask, (rank, source)), mask.documents_of(shards.rows)
     if blocks is not None:
-        return len(list(_between_blocks(blocks, rank, [source], mask.right == 0, 0)))
+        return len(list(_between_blocks(blocks, rank, [source], documents, mask.right == 0)))
     return len(_plan_of(shards, rank, [source], mask)[1])
 
 
@@ -560,36 +581,45 @@ def ring_steps(shards: Sharding, mask: Mask) -> int:
     return 1
 
 
-@kept()
 def share(rows: int, mask: Mask) -> float:
     """Of the pairs (query, key) of the whole sequence, those that are visible."""
     documents = mask.documents_of(rows)
     size = documents.sizes
     if mask.left is None and mask.right == 0:  # in one op, of any number of documents
         return (int(size.dot(size)) + documents[-1]) // 2 / max(rows**2, 1)
-    pairs = size + _pairs_before(size, mask.left)
-    if mask.right != 0:
-        pairs += _pairs_before(size, mask.right)
-    return int(pairs.sum()) / max(rows**2, 1)
+    return int(_pairs_of(size, size, mask).sum()) // 2 / max(rows**2, 1)
 
 
 def visible_pairs(shards: Sharding, mask: Mask) -> list[int]:
     """How many pairs (query, key) are visible to each rank's queries."""
     documents = mask.documents_of(shards.rows)
-    cells = cells_of(shards, documents, range(shards.ranks))
-    # Of each document, queries before the part and up to its end; and pairs of those, less the
-    # pairs of all queries with keys after their own.
-    queries = cells[:2].long() - documents.offsets[:-1]
-    pairs = queries + _pairs_before(queries, mask.left)
-    if mask.right != 0:
-        pairs -= _pairs_before(documents.sizes - queries, mask.right)
-    found: list[int] = (pairs[1] - pairs[0]).flatten(1).sum(1).tolist()
-    return found
+    starts, sizes = documents.offsets, documents.sizes
+    if shards.by(documents):  # of each chunk, less the ones of the chunk before
+        ends = cells_of(shards, documents, range(shards.ranks))[1] - starts[:-1]
+        firsts, seconds = _pairs_of(ends.long(), sizes, mask).sum(2).T.tolist()
+        each = [b - a for a, b in itertools.pairwise((0, *firsts, *reversed(seconds)))]
+        return [a + b >> 1 for a, b in zip(each[: shards.ranks], reversed(each), strict=False)]
+    # Up to an edge are whole documents, and a part of one, or of none after the last.
+    sizes = torch.cat([sizes, sizes.new_zeros(1)])
+    edges = shards.parts[:2].long().clamp(max=documents[-1])
+    at = torch.searchsorted(starts, edges, right=True).sub_(1)
+    whole = _pairs_of(sizes, sizes, mask)
+    before = whole.cumsum(0).sub_(whole)
+    pairs = _pairs_of(edges - starts[at], sizes[at], mask).add_(before[at])
+    return [x >> 1 for x in (pairs[1] - pairs[0]).sum(1).tolist()]
+
+
+def _pairs_of(queries: Tensor, sizes: Tensor, mask: Mask) -> Tensor:
+    """Twice the visible pairs of the first queries of documents of these sizes; int64."""
+    pairs = _pairs_before(queries, mask.left).add_(queries, alpha=2)
+    if mask.right != 0:  # of all queries with keys after their own, less those of the last ones
+        pairs += _pairs_before(sizes, mask.right)
+        pairs -= _pairs_before(sizes - queries, mask.right)
+    return pairs
 
 
 def _pairs_before(queries: Tensor, side: int | None) -> Tensor:
-    """Pairs of documents' first queries with keys before their own, at most `side` for each."""
-    if side is None:
-        return queries * (queries - 1) >> 1
-    inner = queries.clamp(max=side)
-    return (inner * (inner - 1) >> 1) + (queries - inner) * side
+    """Twice the pairs of first queries with keys before their own, at most `side` for each."""
+    inner = queries if side is None else queries.clamp(max=side)
+    pairs = (inner - 1).mul_(inner)
+    return pairs if side is None else pairs.add_((queries - inner).mul_(side), alpha=2)

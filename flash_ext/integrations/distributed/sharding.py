@@ -335,24 +335,27 @@ def _of_documents(rows: int, ranks: int, documents: Documents) -> Sharding:
         documents = documents_of((*documents, rows))
     if len(documents) <= 2:
         return _of_one_sequence(rows, ranks, "zigzag")
-    parts = torch.empty((3, ranks, 2, len(documents) - 1), dtype=dtype_of(rows), device=HOST)
+    places, chunks = _chunks(ranks)
     # To be rounded down: halfway between fractions, far from what floating-point numbers round.
-    cuts = (_chunks(ranks) * documents.sizes).add_(1 / (4 * ranks))
-    parts[:2].copy_(cuts).add_(documents.offsets[:-1])
+    starts = documents.offsets[:-1].double().add_(1 / (4 * ranks))
+    cuts = torch.addcmul(starts, places, documents.sizes.double()).to(dtype_of(rows))
+    parts = cuts.new_empty((3, ranks, 2 * len(documents) - 2))
+    torch.index_select(cuts, 0, chunks, out=parts[:2].view(4 * ranks, -1))
     first, last, shift = parts.unbind()
-    ends = torch.sub(last, first).view(ranks, -1).cumsum(1, dtype=parts.dtype)
-    torch.sub(ends.view_as(last), last, out=shift)
-    found = Sharding(rows, parts.flatten(2), ends[:, -1].tolist())
+    ends = torch.sub(last, first, out=shift).cumsum(1, dtype=parts.dtype)
+    torch.sub(ends, last, out=shift)
+    found = Sharding(rows, parts, ends[:, -1].tolist())
     found.documents = documents
     return found
 
 
 @kept()
-def _chunks(ranks: int) -> Tensor:
-    """Where each rank's two chunks begin and end, of a document of one row: (2, ranks, 2, 1)."""
+def _chunks(ranks: int) -> tuple[Tensor, Tensor]:
+    """Where the chunks of a document of one row meet, (2 ranks + 1, 1); and at which of these
+    places each rank's two chunks begin, and then where they end: (2 * ranks * 2)."""
     first = [chunk for rank in range(ranks) for chunk in (rank, 2 * ranks - 1 - rank)]
-    every = numbers([*first, *(chunk + 1 for chunk in first)]).view(2, ranks, 2, 1)
-    return every.double().div_(2 * ranks)
+    places = torch.arange(2 * ranks + 1, dtype=torch.float64, device=HOST).div_(2 * ranks)
+    return places.view(-1, 1), numbers([*first, *(chunk + 1 for chunk in first)])
 
 
 def joined(spans: Sequence[Span]) -> list[Span]:
