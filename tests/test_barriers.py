@@ -235,7 +235,7 @@ def planted(threads: Threads, names: dict[int, str]) -> Iterator[tuple[str, Thre
     addresses: dict[str, list[int]] = defaultdict(list)
     for address, name in names.items():
         addresses[name.split("[")[0]].append(address)
-    del addresses["fetch"]
+    addresses.pop("fetch", None)
     for name, stages in addresses.items():
         inits = [i for i, x in enumerate(threads[0]) if x[:2] == (Event.Init, stages[0])]
         if not inits:  # turns, of a kernel with ping-pong
@@ -264,7 +264,10 @@ REDUNDANT = {
 
 @pytest.mark.parametrize(
     "name",
-    ("forward 64, small Q", "forward_fp8 64", "backward 64", "backward_dkdv 256, stores dS"),
+    (
+        *("forward 64, small Q", "forward_fp8 64", "backward 64", "backward_dkdv 256, stores dS"),
+        *("bias_gradient 64", "bias_gradient 64, small tiles"),
+    ),
 )
 def test_planted_faults_are_found(name: str) -> None:
     """Each in calls with few tiles of many iterations, or in calls with many tiles of one."""
