@@ -18,6 +18,7 @@ import hashlib
 import re
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -97,12 +98,11 @@ def is_text(node: ast.AST) -> bool:
     return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
-def normalized(path: Path) -> str:
-    """The part of a file's text that counts."""
-    text = path.read_text(encoding="utf-8")
-    if path.suffix == ".py":
-        return " ".join(python_tree(ast.parse(text)))
-    return " ".join(cpp_tokens(text))
+@cache
+def content_digest(text: str, suffix: str) -> str:
+    """The digest of the part of a file's text that counts."""
+    words = python_tree(ast.parse(text)) if suffix == ".py" else cpp_tokens(text)
+    return hashlib.sha256(" ".join(words).encode()).hexdigest()
 
 
 def kernel_digest(root: Path = ROOT) -> str:
@@ -120,7 +120,7 @@ def source_digest(root: Path = ROOT, sources: tuple[str, ...] = SOURCES) -> str:
     ]
     listing = hashlib.sha256()
     for name, path in sorted((path.relative_to(root).as_posix(), path) for path in files):
-        content = hashlib.sha256(normalized(path).encode()).hexdigest()
+        content = content_digest(path.read_text(encoding="utf-8"), path.suffix)
         listing.update(f"{content}  {name}\n".encode())
     return listing.hexdigest()[:16]
 

@@ -13,6 +13,7 @@ Where a variant runs nothing on this GPU its tests skip, saying why.
 from __future__ import annotations
 
 import fcntl
+import gc
 import json
 import shutil
 import sys
@@ -30,9 +31,9 @@ sys.path.insert(0, str(TESTS))  # the helper modules, whatever pytest's import m
 import attention_testing  # noqa: E402
 import gpu_suite  # noqa: E402
 import gpu_test_report  # noqa: E402
+import grids  # noqa: E402
 from attention_testing import VARIANTS, Problem  # noqa: E402
 
-DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 # The fields of a problem that decide which variants run it.
 DECISIVE = ("head_dim", "head_dim_v", "layout", "dropout_p", "bias")
 LITTLE_GPU_MEMORY = 16 << 30  # bytes
@@ -66,13 +67,23 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "options(**fields): of the problems that the test runs")
     # The CPU's tensors are small, and with xdist every core has its own process.
     torch.set_num_threads(1)
+    if config.option.markexpr == "not gpu":  # then most of the time would go to the others
+        grids.DEVICES.remove("cuda")
+    gc.disable()  # until all tests are there: nothing of them is garbage
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what every later collection would look at, for a third of a second
+    gc.enable()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     given = [marker.args[0] for marker in metafunc.definition.iter_markers("parametrize")]
     parametrized = any("device" in (x.split(",") if isinstance(x, str) else x) for x in given)
     if "device" in metafunc.fixturenames and not parametrized:
-        metafunc.parametrize("device", DEVICES)
+        marks = {"cuda": pytest.mark.gpu}
+        devices = [pytest.param(x, marks=marks.get(x, ())) for x in grids.DEVICES]
+        metafunc.parametrize("device", devices)
 
 
 @pytest.fixture

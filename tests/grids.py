@@ -17,6 +17,9 @@ HALF_TYPES = (torch.bfloat16, torch.float16)
 MASKS = ({}, {"causal": True})
 # (query heads, key heads): grouped, multi-head, multi-query, and an odd group.
 HEADS = ((4, 2), (3, 3), (4, 1), (6, 2))
+DEVICES = ["cpu", "cuda"]
+"""Of the tests to collect: conftest.py takes "cuda" away where no test of it is asked for."""
+
 # Every way a bias broadcasts: each dimension whole or 1.
 BIAS_PATTERNS = tuple(
     "".join(c if whole else "1" for c, whole in zip("bhqk", chosen, strict=True))
@@ -79,7 +82,7 @@ def every_case(*grids: Callable[[str], Iterable[Problem]]) -> list[object]:
             marks=[pytest.mark.gpu] if device == "cuda" else [],
             id=f"{device}-{grid.__name__}-{problem}-{variant}",
         )
-        for device in ("cpu", "cuda")
+        for device in DEVICES
         for grid in grids
         for problem, variant in itertools.product(grid(device), VARIANTS)
     ]

@@ -340,7 +340,8 @@ def test_gradcheck(problem: Problem, variant: str) -> None:
         )
         return out, lse.masked_fill(lse == -torch.inf, 0)
 
-    assert torch.autograd.gradcheck(forward, tuple(leaves.values()))
+    # Along one random direction: test_tiled.py compares each gradient with the reference's.
+    assert torch.autograd.gradcheck(forward, tuple(leaves.values()), fast_mode=True)
 
 
 class RecordNeedDbias(TorchDispatchMode):

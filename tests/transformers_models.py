@@ -6,6 +6,7 @@ fields, and a model's inputs follow from the signature of its forward function.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -112,19 +113,32 @@ def small_config(cls: type, layers: int | None = LAYERS) -> Any:
 
 @functools.lru_cache(maxsize=1)  # a model is built for each implementation in turn
 def _config(name: str) -> Any:
-    """Of the model of this class, if that is not too large. To be copied: models change it."""
+    """Of the model of this class. To be copied: models change it."""
     cls = getattr(transformers, name)
     try:
-        layers: int | None = LAYERS
-        config = small_config(cls.config_class, layers)
+        return small_config(cls.config_class)
     except Exception:  # what lists its layers
-        layers = None
-        config = small_config(cls.config_class, layers)
-    with torch.device("meta"):
-        size = sum(x.numel() for x in cls(config).parameters())
-    if size > MOST_PARAMETERS:
-        raise TooLarge(f"{size:,} parameters")
-    return small_config(cls.config_class, layers)
+        return small_config(cls.config_class, layers=None)
+
+
+@contextlib.contextmanager
+def limited_parameters() -> Iterator[None]:
+    """Refuses a model that is too large, before its parameters have values, and so memory."""
+    found: set[nn.Parameter] = set()
+    size = 0
+
+    def register(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        nonlocal size
+        size += 0 if parameter in found else parameter.numel()
+        found.add(parameter)
+        if size > MOST_PARAMETERS:
+            raise TooLarge(f"more than {MOST_PARAMETERS:,} parameters")
+
+    hook = nn.modules.module.register_module_parameter_registration_hook(register)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def build(name: str, implementation: str) -> nn.Module:
@@ -136,7 +150,8 @@ def build(name: str, implementation: str) -> nn.Module:
     cls, config = getattr(transformers, name), copy.deepcopy(_config(name))
     config._attn_implementation = implementation
     torch.manual_seed(0)
-    model = cls(config).eval()
+    with limited_parameters():
+        model = cls(config).eval()
     generator = torch.Generator().manual_seed(1)
     # Weights as large as trained ones: attention that differs shows in the outputs.
     for module in model.modules():
