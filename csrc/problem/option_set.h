@@ -17,6 +17,8 @@ enum class OptionSet : unsigned {
     kBias = 1 << 5,
     kDropout = 1 << 6,
     kUnaligned = 1 << 7,  // rows that do not start and end on 16-byte boundaries
+    // Of K and V:
+    kPages = 1 << 8,
 };
 
 constexpr OptionSet operator|(OptionSet a, OptionSet b) {
