@@ -145,6 +145,7 @@ bool plan_fa3_decode(ForwardPlan& plan, bool may_pack_gqa) {
         forced("FLASH_EXT_FORCE_SPLITS")
             .value_or(decode_splits(params, plan.mask, tiles, tile, shape.ctas_per_sm, gpu));
     plan.kernel.head_dims = row->head_dims;
+    plan.kernel.options = row->options.sets[row->options.index_for(options)];
     params.changes_scores = changes_scores(options);  // a branch at run time
     params.pack_gqa_log2 = q_tiles.pack_gqa_log2;
     params.num_splits = splits;

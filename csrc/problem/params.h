@@ -51,6 +51,7 @@ struct Pages {
     int64_t stride = 0;          // of its rows
     int count = 0;               // of K and V
     int size = 1;                // keys of a page
+    int box_rows = 0;            // of a TMA box, where TMA loads them
 };
 
 // The problem and its options, the same for every kernel of every variant.
@@ -60,8 +61,8 @@ struct AttentionParams {
     int batch;
     int heads_q;
     int heads_k;
-    int seqlen_q;  // Sq; with varlen the total number of rows, so for seqlen_k
-    int seqlen_k;  // with pages the most that a sequence can have
+    int seqlen_q;    // Sq; with varlen the total number of rows, so for seqlen_k
+    int seqlen_k;    // with pages the most that a sequence can have
     int head_dim;    // D
     int head_dim_v;  // Dv
 

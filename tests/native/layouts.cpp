@@ -205,7 +205,7 @@ auto load_tile_by_tma(int bytes, int rows, int cols, bool in_boxes, uint64_t add
         CUtensorMap map;
         device::loads.clear();
         if (in_boxes) {
-            encode_tensor_map<Tile, 16>(map, view, head_dim);
+            encode_tensor_map<Tile>(map, view, head_dim, 16);
             tensor.template load<Tile, 16>(map, shared, 0, row);
         } else {
             encode_tensor_map<Tile>(map, view, head_dim);
