@@ -63,9 +63,9 @@ template <class... Arguments>
 struct Sizes {
     bool varlen;
     int64_t batch;
-    int64_t seqlen_q;  // with varlen all rows
-    int64_t seqlen_k;  // with pages the most that a sequence can have
-    int64_t pages;     // of k and v
+    int64_t seqlen_q;   // with varlen all rows
+    int64_t seqlen_k;   // with pages the most that a sequence can have
+    int64_t pages;      // of k and v
     int64_t page_size;  // 0: k and v are not in pages
     int64_t heads_q;
     int64_t heads_k;
@@ -171,8 +171,10 @@ inline bool accepts_8_bit_options(ScalarType dtype, ScalarType key_dtype, const 
     const bool packed_keys = options.cu_seqlens_k.has_value();
     return (!out || *out == ScalarType::BFloat16 || *out == ScalarType::Half) && !options.bias &&
            options.dropout_p == 0 &&
-           accepts_descale(options.q_descale, sizes, sizes.heads_q, blocks(sizes.seqlen_q, sizes.varlen), device) &&
-           accepts_descale(options.k_descale, sizes, sizes.heads_k, blocks(sizes.seqlen_k, packed_keys), device) &&
+           accepts_descale(options.q_descale, sizes, sizes.heads_q,
+                           blocks(sizes.seqlen_q, sizes.varlen), device) &&
+           accepts_descale(options.k_descale, sizes, sizes.heads_k,
+                           blocks(sizes.seqlen_k, packed_keys), device) &&
            accepts_descale(options.v_descale, sizes, sizes.heads_k, sizes.head_dim_v, device);
 }
 
@@ -218,9 +220,8 @@ inline bool accepts_sizes(const Sizes& sizes) {
 inline bool accepts_page_table(const Tensor& k, int64_t batch, const Options& options,
                                const Device& device) {
     const Tensor& table = *options.page_table;
-    return table.dim() == 2 &&
-           is_of(table, device, ScalarType::Int, {batch, table.size(1)}) && options.seqused_k &&
-           !options.cu_seqlens_k && k.dim() == 4 && k.size(1) > 0 &&
+    return table.dim() == 2 && is_of(table, device, ScalarType::Int, {batch, table.size(1)}) &&
+           options.seqused_k && !options.cu_seqlens_k && k.dim() == 4 && k.size(1) > 0 &&
            (k.size(0) > 0 || table.size(1) == 0) && !options.bias && options.dropout_p == 0;
 }
 
@@ -250,15 +251,14 @@ inline std::optional<Sizes> sizes_of(const Tensor& q, const Tensor& k, const Ten
         .heads_k = k.size(dims_k - 2),
         .head_dim = q.size(dims - 1),
         .head_dim_v = v.size(dims_k - 1)};
-    const bool agree =
-        (dtype_k == dtype || (has_16_bits(dtype) && has_8_bits(dtype_k))) &&
-        is_of(k, device, dtype_k, sizes.key_rows(sizes.head_dim)) &&
-        is_of(v, device, dtype_v, sizes.key_rows(sizes.head_dim_v)) &&
-        sizes.heads_k > 0 && sizes.heads_q % sizes.heads_k == 0 &&
-        (has_pages || cu_q.has_value() == cu_k.has_value()) &&
-        is_plain_or_none(cu_q, device, ScalarType::Int, {sizes.batch + 1}) &&
-        is_plain_or_none(cu_k, device, ScalarType::Int, {sizes.batch + 1}) &&
-        is_plain_or_none(options.seqused_k, device, ScalarType::Int, {sizes.batch});
+    const bool agree = (dtype_k == dtype || (has_16_bits(dtype) && has_8_bits(dtype_k))) &&
+                       is_of(k, device, dtype_k, sizes.key_rows(sizes.head_dim)) &&
+                       is_of(v, device, dtype_v, sizes.key_rows(sizes.head_dim_v)) &&
+                       sizes.heads_k > 0 && sizes.heads_q % sizes.heads_k == 0 &&
+                       (has_pages || cu_q.has_value() == cu_k.has_value()) &&
+                       is_plain_or_none(cu_q, device, ScalarType::Int, {sizes.batch + 1}) &&
+                       is_plain_or_none(cu_k, device, ScalarType::Int, {sizes.batch + 1}) &&
+                       is_plain_or_none(options.seqused_k, device, ScalarType::Int, {sizes.batch});
     return agree ? std::optional(sizes) : std::nullopt;
 }
 
