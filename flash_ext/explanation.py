@@ -105,6 +105,8 @@ def _swapped(q: Tensor, k: Tensor, v: Tensor, runs: bool, options: dict[str, Any
     some correct calls. So there must be more heads than any model has, or a call that does not run
     and would run if swapped back.
     """
+    if "page_table" in options:
+        return None
     if any(x.dim() != (3 if "cu_seqlens_q" in options else 4) for x in (q, k, v)):
         return None
     heads, (rows_q, rows_k) = max(q.shape[-2], k.shape[-2]), (q.shape[-3], k.shape[-3])
@@ -134,6 +136,7 @@ def explain(
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     *,
+    page_table: Tensor | None = None,
     return_lse: bool = False,
     **options: Unpack[AttentionOptions],
 ) -> Explanation:
@@ -147,6 +150,9 @@ def explain(
         q, k, v, cu_seqlens_q, cu_seqlens_k, options: as for those. Here floating-point tensors may
             hold anything: only their shapes, strides, dtypes and devices count. The gradient of out
             is taken to be contiguous.
+        page_table: int32 (B, pages of a sequence), of the op `torch.ops.flash_ext.fwd`: k and v are
+            pages, (pages, page size, Hk, D) and (…, Dv). q may then be packed by cu_seqlens_q
+            alone, and seqused_k has the lengths of the keys.
         return_lse: changes nothing.
 
     Returns:
@@ -172,6 +178,9 @@ def explain(
         # Otherwise one would be drawn, which advances the generator.
         options["rng_state"] = torch.zeros(2, dtype=torch.int64, device=q.device)
     given = attention_options(q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options)
+    if page_table is not None:
+        require_tensors(page_table=page_table)
+        given["page_table"] = page_table
 
     found = {name: _check(q, k, v, name, given) for name in (*VARIANTS, wanted)}
     chosen = found.pop("auto") if wanted == "auto" else found[wanted]

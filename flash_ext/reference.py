@@ -39,6 +39,7 @@ def attention(
     bias: Tensor | None = None,
     sink: Tensor | None = None,
     seqused_k: Tensor | None = None,
+    page_table: Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: Tensor | None = None,
     q_descale: Tensor | None = None,
@@ -59,6 +60,9 @@ def attention(
         k, v: (B, Sk, Hk, D) and (B, Sk, Hk, Dv), Hq a multiple of Hk.
         scale, causal, window, softcap, alibi_slopes, bias: as in `flash_ext.attention`.
         sink, seqused_k, dropout_p, rng_state, q_descale, k_descale, v_descale: as there.
+        page_table: int32 (B, pages of a sequence): k and v are pages, (pages, page size, Hk, D) and
+            (…, Dv), of which a sequence has those of its row, one after the other. Entries past the
+            keys in use may be anything.
         out_dtype: of out, with 8-bit inputs; None is bfloat16. Above.
         first_batch: the batch index that dropout gives to q[0].
 
@@ -73,6 +77,8 @@ def attention(
         >>> torch.allclose(out, flash_ext.attention(q, k, v, causal=True), atol=1e-5)
         True
     """
+    if page_table is not None:
+        k, v = (x[page_table.clamp(0, len(x) - 1).long()].flatten(1, 2) for x in (k, v))
     out_dtype, has_8_bits = result_dtype(q.dtype, out_dtype), q.dtype in QK_8_BITS
     if has_8_bits:
         dtype = statistics_dtype(out_dtype)
@@ -189,9 +195,10 @@ def attention_varlen(
     k: Tensor,
     v: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Tensor | None,
     *,
     seqused_k: Tensor | None = None,
+    page_table: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
@@ -199,6 +206,7 @@ def attention_varlen(
 
     Args:
         q, k, v, cu_seqlens_q, cu_seqlens_k: as in `flash_ext.attention_varlen`.
+        page_table: as in `attention`; then there is no cu_seqlens_k.
         seqused_k, out_dtype, options: as in `attention`, but first_batch.
 
     Returns:
@@ -213,15 +221,17 @@ def attention_varlen(
         (torch.Size([8, 4, 16]), torch.Size([4, 8]))
     """
     dtype = result_dtype(q.dtype, out_dtype)
-    out = q.new_zeros((*q.shape[:2], v.shape[2]), dtype=dtype)
+    out = q.new_zeros((*q.shape[:2], v.shape[-1]), dtype=dtype)
     lse = q.new_full((q.shape[1], q.shape[0]), -math.inf, dtype=statistics_dtype(dtype))
-    edges = (pairwise(x.tolist()) for x in (cu_seqlens_q, cu_seqlens_k))
-    for b, ((q0, q1), (k0, k1)) in enumerate(zip(*edges, strict=True)):
+    edges = list(pairwise(cu_seqlens_q.tolist()))
+    edges_k = edges if cu_seqlens_k is None else pairwise(cu_seqlens_k.tolist())
+    for b, ((q0, q1), (k0, k1)) in enumerate(zip(edges, edges_k, strict=True)):
+        keys = (k, v) if page_table is not None else (k[None, k0:k1], v[None, k0:k1])
         out_b, lse_b = attention(
             q[None, q0:q1],
-            k[None, k0:k1],
-            v[None, k0:k1],
+            *keys,
             seqused_k=None if seqused_k is None else seqused_k[b : b + 1],
+            page_table=None if page_table is None else page_table[b : b + 1],
             out_dtype=out_dtype,
             first_batch=b,
             **_of_sequence(options, b, q1 - q0, k1 - k0),

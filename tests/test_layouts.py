@@ -120,6 +120,85 @@ def test_key_rows_for_copies(layouts: ModuleType) -> None:
         assert (rows, step) == (1000 - first, (other - first) * strides[1])
 
 
+# --- problem/pages.cuh ---
+
+
+def random_pages(layouts: ModuleType, size: int, source: random.Random) -> tuple:
+    """A table, the number of keys, and what the layouts make of them. Entries past the keys would
+    be followed to far-off places."""
+    count, head = source.randrange(1, 50), source.randrange(3)
+    columns = source.randrange(1, 40)
+    keys = source.randrange(columns * size + 1)
+    table = [source.randrange(count) for _ in range(columns)]
+    table[-(-keys // size) :] = [source.choice((-1, 1 << 30))] * (columns - -(-keys // size))
+    return table, keys, head, layouts.Paged(table, count, size, head, keys)
+
+
+@pytest.mark.parametrize("tile", [x for x in TILES if x[1:] != (64, 80)])
+def test_tma_loads_pages(tile: tuple, layouts: ModuleType) -> None:
+    """Each row comes from its page, and rows past the last key are zeros."""
+    size, rows, cols = tile
+    source, chunks = random.Random(1), layouts.chunks(*tile)
+    for page_size, key_tile in itertools.product((8, 16, 24, 32, 48, 80, 128, 1000), range(3)):
+        table, keys, head, paged = random_pages(layouts, page_size, source)
+        box_rows = math.gcd(page_size, rows if source.random() < 0.5 else 16)
+        strides = [16 * source.randrange(1, 1 << 16) for _ in range(3)]
+        first, shared = rows * key_tile, 1024 * source.randrange(200)
+        base, head_dim = 16 * source.randrange(1 << 40), cols - 16 // size
+        tensor_map, loads = layouts.load_pages(
+            size, rows, cols, box_rows, base, strides, head_dim, paged, first, shared
+        )
+        check_map(tensor_map, size)
+        written = set()
+        for address, _, _, xy, zw in loads:
+            (x, y), (z, w) = signed(xy), signed(zw)
+            for box_row, byte, target in box_addresses(address, tensor_map.swizzle, box_rows):
+                column = x + byte // size
+                coordinates = (column, y + box_row, z, w)
+                i = (address - shared) % (rows * tensor_map.swizzle) // tensor_map.swizzle
+                i, chunk = i + box_row, column * size // 16
+                assert target == shared + chunks[i][chunk]
+                written.add((i, chunk))
+                sizes = zip(coordinates, tensor_map.sizes, strict=True)
+                inside = all(0 <= c < n for c, n in sizes)
+                assert inside == (first + i < keys and column < head_dim)
+                if not inside:
+                    continue
+                found = tensor_map.address + column * size
+                steps = zip(coordinates[1:], tensor_map.strides, strict=True)
+                found += sum(c * s for c, s in steps)
+                index, row = divmod(first + i, page_size)
+                element = table[index] * strides[0] + row * strides[1] + head * strides[2]
+                assert found % (1 << 64) == base + size * (element + column)
+        assert len(written) == rows * cols * size // 16
+
+
+@pytest.mark.parametrize("cols", (32, 64, 96, 128, 192, 256))
+@pytest.mark.parametrize("threads", (32, 128, 256))
+def test_copies_load_pages(threads: int, cols: int, layouts: ModuleType) -> None:
+    """Each chunk of a row comes from the row's page, and none past the last key is read."""
+    source, rows = random.Random(threads + cols), 16 if threads == 32 else 64
+    pitch = 128 if cols % 64 == 0 else 64
+    for page_size in (1, 3, 8, 16, 17, 48, 64, 100, 256):
+        table, keys, head, paged = random_pages(layouts, page_size, source)
+        strides = [8 * source.randrange(1 << 33), *(8 * source.randrange(1 << 16) for _ in "rh")]
+        base, head_dim = 1 << 50, cols - 8 * source.randrange(3)
+        starts = [rows * source.randrange(-(-keys // rows) + 1) for _ in range(2)]
+        found = layouts.copy_pages(threads, cols, base, strides, head_dim, paged, starts)
+        for first, copies in zip(starts, found, strict=True):
+            sources = {address: (place, valid) for address, place, valid in copies}
+            assert len(sources) == len(copies) == rows * cols // 8
+            for i, offsets in enumerate(layouts.chunks(2, 64, cols)[:rows]):
+                for chunk, offset in enumerate(offsets):
+                    atom, within = divmod(offset, 64 * pitch)
+                    place, valid = sources[atom * rows * pitch + within]
+                    assert valid == (first + i < keys and 8 * chunk < head_dim)
+                    if valid:
+                        index, row = divmod(first + i, page_size)
+                        element = table[index] * strides[0] + row * strides[1] + head * strides[2]
+                        assert place == base + 2 * (element + 8 * chunk)
+
+
 # --- tile/wgmma.cuh ---
 
 

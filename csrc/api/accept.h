@@ -63,8 +63,10 @@ template <class... Arguments>
 struct Sizes {
     bool varlen;
     int64_t batch;
-    int64_t seqlen_q;  // with varlen all rows
-    int64_t seqlen_k;
+    int64_t seqlen_q;   // with varlen all rows
+    int64_t seqlen_k;   // with pages the most that a sequence can have
+    int64_t pages;      // of k and v
+    int64_t page_size;  // 0: k and v are not in pages
     int64_t heads_q;
     int64_t heads_k;
     int64_t head_dim;
@@ -74,6 +76,11 @@ struct Sizes {
     std::vector<int64_t> rows(int64_t seqlen, int64_t heads, int64_t dim) const {
         if (varlen) return {seqlen, heads, dim};
         return {batch, seqlen, heads, dim};
+    }
+    // The shape of k or v.
+    std::vector<int64_t> key_rows(int64_t dim) const {
+        if (page_size > 0) return {pages, page_size, heads_k, dim};
+        return rows(seqlen_k, heads_k, dim);
     }
     std::vector<int64_t> statistics() const {
         if (varlen) return {heads_q, seqlen_q};
@@ -158,15 +165,16 @@ inline bool accepts_8_bit_options(ScalarType dtype, ScalarType key_dtype, const 
     const std::optional<ScalarType>& out = options.out_dtype;
     if (!has_8_bits(dtype) && (options.q_descale || (out && *out != dtype))) return false;
     if (!has_8_bits(key_dtype)) return !options.k_descale && !options.v_descale;
-    const auto blocks = [&](int64_t rows) {
-        return sizes.varlen ? -1 : ceil_div<int64_t>(rows, kDescaleRows);
+    const auto blocks = [&](int64_t rows, bool packed) {
+        return packed ? -1 : ceil_div<int64_t>(rows, kDescaleRows);
     };
+    const bool packed_keys = options.cu_seqlens_k.has_value();
     return (!out || *out == ScalarType::BFloat16 || *out == ScalarType::Half) && !options.bias &&
            options.dropout_p == 0 &&
-           accepts_descale(options.q_descale, sizes, sizes.heads_q, blocks(sizes.seqlen_q),
-                           device) &&
-           accepts_descale(options.k_descale, sizes, sizes.heads_k, blocks(sizes.seqlen_k),
-                           device) &&
+           accepts_descale(options.q_descale, sizes, sizes.heads_q,
+                           blocks(sizes.seqlen_q, sizes.varlen), device) &&
+           accepts_descale(options.k_descale, sizes, sizes.heads_k,
+                           blocks(sizes.seqlen_k, packed_keys), device) &&
            accepts_descale(options.v_descale, sizes, sizes.heads_k, sizes.head_dim_v, device);
 }
 
@@ -208,6 +216,15 @@ inline bool accepts_sizes(const Sizes& sizes) {
     return accepts(sizes.seqlen_q, sizes.heads_q) && accepts(sizes.seqlen_k, sizes.heads_k);
 }
 
+// Of pages: may a call have this table, for k of this shape, and the options beside it?
+inline bool accepts_page_table(const Tensor& k, int64_t batch, const Options& options,
+                               const Device& device) {
+    const Tensor& table = *options.page_table;
+    return table.dim() == 2 && is_of(table, device, ScalarType::Int, {batch, table.size(1)}) &&
+           options.seqused_k && !options.cu_seqlens_k && k.dim() == 4 && k.size(1) > 0 &&
+           (k.size(0) > 0 || table.size(1) == 0) && !options.bias && options.dropout_p == 0;
+}
+
 // The sizes of tensors that agree with each other; none if they do not.
 inline std::optional<Sizes> sizes_of(const Tensor& q, const Tensor& k, const Tensor& v,
                                      const Options& options) {
@@ -215,27 +232,33 @@ inline std::optional<Sizes> sizes_of(const Tensor& q, const Tensor& k, const Ten
     const ScalarType dtype = q.scalar_type(), dtype_k = k.scalar_type();
     const ScalarType dtype_v = dtype == ScalarType::Char ? ScalarType::Float8_e4m3fn : dtype_k;
     const Device device = q.device();
-    const int64_t dims = cu_q ? 3 : 4;
-    if (q.dim() != dims || k.dim() != dims || v.dim() != dims || !has_contiguous_rows(q))
+    const bool has_pages = options.page_table.has_value();
+    const int64_t dims = cu_q ? 3 : 4, dims_k = has_pages ? 4 : dims;
+    if (q.dim() != dims || k.dim() != dims_k || v.dim() != dims_k || !has_contiguous_rows(q))
         return std::nullopt;
+    const int64_t batch = cu_q ? std::max<int64_t>(cu_q->numel() - 1, 0) : q.size(0);
+    if (has_pages && !accepts_page_table(k, batch, options, device)) return std::nullopt;
 
-    const Sizes sizes{.varlen = cu_q.has_value(),
-                      .batch = cu_q ? std::max<int64_t>(cu_q->numel() - 1, 0) : q.size(0),
-                      .seqlen_q = q.size(dims - 3),
-                      .seqlen_k = k.size(dims - 3),
-                      .heads_q = q.size(dims - 2),
-                      .heads_k = k.size(dims - 2),
-                      .head_dim = q.size(dims - 1),
-                      .head_dim_v = v.size(dims - 1)};
-    const bool agree =
-        (dtype_k == dtype || (has_16_bits(dtype) && has_8_bits(dtype_k))) &&
-        is_of(k, device, dtype_k, sizes.rows(sizes.seqlen_k, sizes.heads_k, sizes.head_dim)) &&
-        is_of(v, device, dtype_v, sizes.rows(sizes.seqlen_k, sizes.heads_k, sizes.head_dim_v)) &&
-        sizes.heads_k > 0 && sizes.heads_q % sizes.heads_k == 0 &&
-        cu_q.has_value() == cu_k.has_value() &&
-        is_plain_or_none(cu_q, device, ScalarType::Int, {sizes.batch + 1}) &&
-        is_plain_or_none(cu_k, device, ScalarType::Int, {sizes.batch + 1}) &&
-        is_plain_or_none(options.seqused_k, device, ScalarType::Int, {sizes.batch});
+    const int64_t page_size = has_pages ? k.size(1) : 0;
+    const Sizes sizes{
+        .varlen = cu_q.has_value(),
+        .batch = batch,
+        .seqlen_q = q.size(dims - 3),
+        .seqlen_k = has_pages ? options.page_table->size(1) * page_size : k.size(dims - 3),
+        .pages = has_pages ? k.size(0) : 0,
+        .page_size = page_size,
+        .heads_q = q.size(dims - 2),
+        .heads_k = k.size(dims_k - 2),
+        .head_dim = q.size(dims - 1),
+        .head_dim_v = v.size(dims_k - 1)};
+    const bool agree = (dtype_k == dtype || (has_16_bits(dtype) && has_8_bits(dtype_k))) &&
+                       is_of(k, device, dtype_k, sizes.key_rows(sizes.head_dim)) &&
+                       is_of(v, device, dtype_v, sizes.key_rows(sizes.head_dim_v)) &&
+                       sizes.heads_k > 0 && sizes.heads_q % sizes.heads_k == 0 &&
+                       (has_pages || cu_q.has_value() == cu_k.has_value()) &&
+                       is_plain_or_none(cu_q, device, ScalarType::Int, {sizes.batch + 1}) &&
+                       is_plain_or_none(cu_k, device, ScalarType::Int, {sizes.batch + 1}) &&
+                       is_plain_or_none(options.seqused_k, device, ScalarType::Int, {sizes.batch});
     return agree ? std::optional(sizes) : std::nullopt;
 }
 
@@ -258,7 +281,7 @@ inline std::optional<Sizes> accept_forward(const Tensor& q, const Tensor& k, con
 inline std::optional<Sizes> accept_backward(const BackwardTensors& x, const Options& options) {
     const std::optional<Sizes> sizes = accept_forward(x.q, x.k, x.v, options);
     const ScalarType dtype = x.q.scalar_type();
-    if (!sizes || has_8_bits(x.k.scalar_type())) return std::nullopt;
+    if (!sizes || sizes->page_size > 0 || has_8_bits(x.k.scalar_type())) return std::nullopt;
     const Device device = x.q.device();
     const auto shape = sizes->rows(sizes->seqlen_q, sizes->heads_q, sizes->head_dim_v);
     const bool accepted = is_of(x.dout, device, dtype, shape) &&

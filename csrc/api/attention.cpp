@@ -88,6 +88,11 @@ void fill_params(AttentionParams& params, const Sizes& sizes, std::span<const Op
     params.cu_seqlens_q = data_of<int>(options.cu_seqlens_q);
     params.cu_seqlens_k = data_of<int>(options.cu_seqlens_k);
     params.seqused_k = data_of<int>(options.seqused_k);
+    if (options.page_table) {
+        const Tensor& table = *options.page_table;
+        params.pages = {data_of<int>(options.page_table), table.stride(0),
+                        static_cast<int>(sizes.pages), static_cast<int>(sizes.page_size)};
+    }
 
     const auto bound = [&](int64_t window) {
         return static_cast<int>(window < 0 ? kUnlimited : std::min(window, kUnlimited));

@@ -36,6 +36,7 @@ struct Options {
     std::optional<Tensor> cu_seqlens_q;
     std::optional<Tensor> cu_seqlens_k;
     std::optional<Tensor> seqused_k;
+    std::optional<Tensor> page_table;
     double dropout_p = 0;
     std::optional<Tensor> rng_state;
     std::optional<Tensor> q_descale;
@@ -48,8 +49,8 @@ struct Options {
     // All of them, for what passes them on.
     auto fields() {
         return std::tie(scale, causal, window_left, window_right, softcap, alibi_slopes, bias, sink,
-                        cu_seqlens_q, cu_seqlens_k, seqused_k, dropout_p, rng_state, q_descale,
-                        k_descale, v_descale, out_dtype, deterministic, variant);
+                        cu_seqlens_q, cu_seqlens_k, seqused_k, page_table, dropout_p, rng_state,
+                        q_descale, k_descale, v_descale, out_dtype, deterministic, variant);
     }
 };
 

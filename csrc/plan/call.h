@@ -92,6 +92,12 @@ struct Call {
     const GpuModel& gpu;
     const AttentionParams& params;
     std::span<const Operand> operands;  // q, k, v; out and dout in a backward
+
+    // May FA3 copy this operand, if TMA cannot address its rows? Pages stay where they are: they
+    // are a cache of other sequences, too.
+    bool may_copy(const Operand& x) const {
+        return params.pages.table == nullptr || &x == operands.data();
+    }
 };
 
 // What is said of a call, without streams: a stream needs the locale of the C++ runtime that it was

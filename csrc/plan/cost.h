@@ -191,7 +191,9 @@ inline tuning::Fa3ForwardTile fa3_forward_tile(HeadDims dims, const AttentionPar
     const tuning::Fa3ForwardRow row = row_of(tuning::kFa3Forward, dims);
     const double usual = time(row.usual);
     const double small_q = time(row.small_q, row.small_q_costs);
-    const double long_keys = time(row.long_keys, row.long_keys_costs);
+    const double long_keys = row.has_tile(options_of(params), kLongKeys)
+                                 ? time(row.long_keys, row.long_keys_costs)
+                                 : usual;
     if (few_tiles || small_q < min_of(usual, long_keys)) return kSmallQ;
     return long_keys < usual ? kLongKeys : kUsual;
 }
@@ -353,7 +355,7 @@ inline bool copies_pay(const Call& call) {
     const AttentionParams& params = call.params;
     int64_t moved = 0;
     for (const Operand& x : call.operands)
-        if (!x.is_reached_by_tma()) moved += 2 * x.aligned_copy().bytes();
+        if (!x.is_reached_by_tma() && call.may_copy(x)) moved += 2 * x.aligned_copy().bytes();
     const int keys = summary_of(params).keys_seen / (params.seqused_k == nullptr ? 1 : 2);
     return moved <= int64_t{3} * keys *
                         tile_count(params, {params.heads_q, tuning::kForwardBlockQ}) *

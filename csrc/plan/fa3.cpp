@@ -70,6 +70,33 @@ OptionSet aligned_options(const AttentionParams& params) {
     return static_cast<OptionSet>(static_cast<unsigned>(options_of(params)) & ~kUnaligned);
 }
 
+// Can TMA load the pages of K and V, of 16 bits? A box has eight rows of a page or a multiple.
+std::string pages_reason(const AttentionParams& params) {
+    if (params.pages.size % 8 != 0)
+        return text("loads pages for many queries if their size is a multiple of 8, this one is ",
+                    params.pages.size);
+    for (const auto& [view, cols] :
+         {std::pair(params.k, params.head_dim), std::pair(params.v, params.head_dim_v)})
+        if (!operand_of(params, view, Rows::kKeys, cols).is_reached_by_tma())
+            return "loads pages for many queries if they are not one row repeated, within 32 GiB "
+                   "of memory";
+    return "";
+}
+
+bool decodes(const Call& call);
+
+// Why the kernels do not run a forward with pages, whose rows cannot be copied.
+std::string paged_reason(const Call& call) {
+    for (const Operand& x : call.operands)
+        if (!x.is_aligned() && !call.may_copy(x))
+            return text("needs pages of ", x.name,
+                        " with rows that start and end on 16-byte boundaries");
+    if (decodes(call)) return "";
+    const std::string reason =
+        table_reason(call, aligned_options(call.params), tuning::kFa3Forward);
+    return reason.empty() ? pages_reason(call.params) : reason;
+}
+
 std::string fa3_unsupported_reason(const Call& call, Pass pass) {
     if (call.gpu.major != 9)
         return text("needs a Hopper GPU (compute capability 9.0), this one has ", call.gpu.major,
@@ -85,7 +112,7 @@ std::string fa3_unsupported_reason(const Call& call, Pass pass) {
         // A tensor map needs memory.
         if (backward && std::ranges::count(x.sizes, 0) > 0)
             return text("has no backward for an empty ", x.name);
-        if (x.is_reached_by_tma()) continue;
+        if (x.is_reached_by_tma() || !call.may_copy(x)) continue;
         if (fp8 && !x.is_aligned())
             return text("needs rows of ", x.name, " that start and end on 16-byte boundaries");
         if (fp8)
@@ -96,8 +123,10 @@ std::string fa3_unsupported_reason(const Call& call, Pass pass) {
     }
     if (const std::string why = bias_reason(params); !why.empty()) return why;
     const OptionSet needed = aligned_options(params);
+    const bool paged = params.pages.table != nullptr && !backward && !has_8_bits(params);
     const std::string reason =
-        backward ? table_reason(call, needed, tuning::kFa3Backward, tuning::kFa3BackwardWide)
+        paged      ? paged_reason(call)
+        : backward ? table_reason(call, needed, tuning::kFa3Backward, tuning::kFa3BackwardWide)
         : has_8_bits(params) ? table_reason(call, needed, tuning::kFa3ForwardFp8)
         : fp8                ? table_reason(call, needed, tuning::kFa3Decode8Bits)
                              : table_reason(call, needed, tuning::kFa3Forward);
@@ -138,13 +167,16 @@ bool plan_fa3_decode(ForwardPlan& plan, bool may_pack_gqa) {
     if (q_tiles.heads == 0) return false;
     const int64_t tiles = tile_count(params, q_tiles);
     // Many tiles with many rows: not only memory is the limit.
-    if (tile == kManyRows && 2 * tiles > gpu.sms && !bytes) return false;
+    const bool only_here =
+        bytes || (params.pages.table != nullptr && !pages_reason(params).empty());
+    if (tile == kManyRows && 2 * tiles > gpu.sms && !only_here) return false;
 
     const tuning::Fa3DecodeShape shape = tuning::fa3_decode_shape(*row, tile);
     const int splits =
         forced("FLASH_EXT_FORCE_SPLITS")
             .value_or(decode_splits(params, plan.mask, tiles, tile, shape.ctas_per_sm, gpu));
     plan.kernel.head_dims = row->head_dims;
+    plan.kernel.options = row->options.sets[row->options.index_for(options)];
     params.changes_scores = changes_scores(options);  // a branch at run time
     params.pack_gqa_log2 = q_tiles.pack_gqa_log2;
     params.num_splits = splits;
@@ -162,13 +194,27 @@ bool plan_fa3_decode(ForwardPlan& plan, bool may_pack_gqa) {
     return true;
 }
 
+// ALiBi, biases and dropout differ between heads, and TMA needs a positive stride between them.
+bool may_pack_gqa_of(const AttentionParams& params) {
+    return params.alibi_slopes == nullptr && params.bias.data == nullptr &&
+           params.rng_state == nullptr && params.q.head_stride > 0;
+}
+
+// Will the plan of the call be by the kernel for few queries? It has pages of any size, and all
+// options of the scores with them.
+bool decodes(const Call& call) {
+    ForwardPlan plan{};
+    static_cast<AttentionParams&>(plan.params) = call.params;
+    plan.params.aligned = true;  // in the copies of rows
+    begin_plan(plan, call.gpu);
+    return plan_fa3_decode(plan, may_pack_gqa_of(plan.params));
+}
+
 void plan_fa3_forward(ForwardPlan& plan) {
     ForwardParams& params = plan.params;
     ForwardKernel& kernel = plan.kernel;
     const GpuModel& gpu = kernel.gpu;
-    // ALiBi, biases and dropout differ between heads, and TMA needs a positive stride between them.
-    const bool may_pack_gqa = params.alibi_slopes == nullptr && params.bias.data == nullptr &&
-                              params.rng_state == nullptr && params.q.head_stride > 0;
+    const bool may_pack_gqa = may_pack_gqa_of(params);
     if (plan_fa3_decode(plan, may_pack_gqa)) return;
     plan_bias(plan);
 

@@ -15,36 +15,6 @@ const VariantRow& row_for(Variant variant) {
     return *kRows[static_cast<int>(variant)];
 }
 
-// A single query, as in decoding: the heads that share a key head become the rows of one tile, by
-// strides alone. Only where no option differs between these heads or rows.
-void pack_gqa_view(ForwardParams& params) {
-    const int group = group_or_one(params);
-    const bool alike = params.alibi_slopes == nullptr && params.bias.data == nullptr &&
-                       params.sink == nullptr && params.rng_state == nullptr &&
-                       !params.q_descale.by_query_head;
-    if (params.seqlen_q != 1 || params.cu_seqlens_q != nullptr || group < 2 || !alike ||
-        !summary_of(params).sees_all || params.q.head_stride == 0)
-        return;
-    for (TensorView* view : {&params.q, &params.out}) {
-        view->row_stride = view->head_stride;
-        view->head_stride *= group;
-    }
-    params.seqlen_q = group;  // and lse (B, Hq, 1) is lse (B, Hk, group)
-    params.heads_q = params.heads_k;
-    lift_mask(params);
-}
-
-// A tensor of the call, as far as its params describe it.
-Operand operand_of(const AttentionParams& params, const TensorView& view, Rows rows, int cols) {
-    const bool of_queries = rows == Rows::kQueries;
-    return {.name = "",
-            .data = view.data,
-            .sizes = {tensor_batches(params), of_queries ? params.seqlen_q : params.seqlen_k,
-                      of_queries ? params.heads_q : params.heads_k, cols},
-            .strides = {view.batch_stride, view.row_stride, view.head_stride, 1},
-            .element_bytes = element_bytes(params.element_type)};
-}
-
 // In place of rows that TMA cannot address the kernels have a copy in the workspace. Results they
 // only store, at any aligned address.
 template <class Plan>
@@ -52,7 +22,8 @@ void copy_if_needed(Plan& plan, RowCopies& copies, TensorView& view, Rows rows, 
     const AttentionParams& params = plan.params;
     const Operand given = operand_of(params, view, rows, cols);
     const bool loaded = &copies == &plan.inputs;
-    if (has_8_bit_keys(params)) return;  // FA3 refuses such rows
+    if (has_8_bit_keys(params)) return;                                // FA3 refuses such rows
+    if (params.pages.table != nullptr && rows == Rows::kKeys) return;  // these, too
     if (loaded ? given.is_reached_by_tma() : given.is_aligned()) return;
     const Operand copy = given.aligned_copy();
     copies.all[copies.count++] = {view,
@@ -101,11 +72,37 @@ cudaError_t copy_if_any(const RowCopies& copies, bool back, cudaStream_t stream)
 std::string copied_inputs(const Call& call) {
     std::string names;
     for (const Operand& x : call.operands)
-        if (!x.is_reached_by_tma()) names += text(names.empty() ? "" : ", ", x.name);
+        if (!x.is_reached_by_tma() && call.may_copy(x))
+            names += text(names.empty() ? "" : ", ", x.name);
     return names;
 }
 
+// A single query, as in decoding: the heads that share a key head become the rows of one tile, by
+// strides alone. Only where no option differs between these heads or rows.
+void pack_gqa_view(ForwardParams& params) {
+    const int group = group_or_one(params);
+    const bool alike = params.alibi_slopes == nullptr && params.bias.data == nullptr &&
+                       params.sink == nullptr && params.rng_state == nullptr &&
+                       !params.q_descale.by_query_head;
+    if (params.seqlen_q != 1 || params.cu_seqlens_q != nullptr || group < 2 || !alike ||
+        !summary_of(params).sees_all || params.q.head_stride == 0)
+        return;
+    for (TensorView* view : {&params.q, &params.out}) {
+        view->row_stride = view->head_stride;
+        view->head_stride *= group;
+    }
+    params.seqlen_q = group;  // and lse (B, Hq, 1) is lse (B, Hk, group)
+    params.heads_q = params.heads_k;
+    lift_mask(params);
+}
+
 }  // namespace
+
+void begin_plan(ForwardPlan& plan, const GpuModel& gpu) {
+    pack_gqa_view(plan.params);
+    plan.mask = summary_of(plan.params);
+    plan.kernel.gpu = gpu;
+}
 
 const GpuModel* find_device(int index) {
     // The driver is asked once, for all devices.
@@ -155,9 +152,7 @@ void make_plan(ForwardPlan& plan, const GpuModel& gpu) {
     ForwardParams& params = plan.params;
     const VariantRow& row = row_for(plan.variant);
     const HeadDims cols = head_dims(params);
-    pack_gqa_view(params);
-    plan.mask = summary_of(params);
-    plan.kernel.gpu = gpu;
+    begin_plan(plan, gpu);
     if (row.copies_rows) copy_inputs(plan);
     row.plan_forward(plan);
     if (row.copies_rows) copy_if_needed(plan, plan.results, params.out, Rows::kQueries, cols.v);

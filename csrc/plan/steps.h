@@ -38,13 +38,33 @@ std::optional<BiasGradientKernel> fa3_bias_gradient_kernel(const BackwardParams&
                                                            const GpuModel& gpu);
 cudaError_t run_fa3_bias_gradient(const BackwardPlan& plan, cudaStream_t stream);
 
+// A tensor of the call, as far as its params describe it.
+inline Operand operand_of(const AttentionParams& params, const TensorView& view, Rows rows,
+                          int cols) {
+    Operand x{.name = "",
+              .data = view.data,
+              .sizes = {tensor_batches(params), params.seqlen_q, params.heads_q, cols},
+              .strides = {view.batch_stride, view.row_stride, view.head_stride, 1},
+              .element_bytes = element_bytes(params.element_type)};
+    if (rows == Rows::kQueries) return x;
+    const Pages& pages = params.pages;
+    x.sizes[0] = pages.table != nullptr ? pages.count : x.sizes[0];
+    x.sizes[1] = pages.table != nullptr ? pages.size : params.seqlen_k;
+    x.sizes[2] = params.heads_k;
+    return x;
+}
+
+// What comes before all decisions of a forward.
+void begin_plan(ForwardPlan& plan, const GpuModel& gpu);
+
 // Why no kernel of the tables runs the call with the options `needed`; empty if one does.
 template <class... Tables>
 std::string table_reason(const Call& call, OptionSet needed, const Tables&... tables) {
     constexpr std::pair<const char*, OptionSet> kOptions[] = {{"dropout", OptionSet::kDropout},
                                                               {"bias", OptionSet::kBias},
                                                               {"softcap", OptionSet::kSoftcap},
-                                                              {"ALiBi", OptionSet::kAlibi}};
+                                                              {"ALiBi", OptionSet::kAlibi},
+                                                              {"page table", OptionSet::kPages}};
     for (const auto& [name, option] : kOptions)
         if (contains(needed, option) && !(tuning::find_row(tables, {}, option) || ...))
             return text("has no ", name, has_8_bit_keys(call.params) ? " with 8-bit inputs" : "");

@@ -58,6 +58,11 @@ inline constexpr OptionSet kFa3Scores =
     kVarlenSplits | OptionSet::kRareScale | OptionSet::kSoftcap | OptionSet::kAlibi;
 inline constexpr OptionSet kAllOptions =
     kFa3Scores | OptionSet::kBias | OptionSet::kDropout | OptionSet::kUnaligned;
+// With a page table, which bias and dropout do not have.
+inline constexpr OptionSet kPages = kVarlen | OptionSet::kPages;
+inline constexpr OptionSet kPagesSplits = kVarlenSplits | OptionSet::kPages;
+inline constexpr OptionSet kFa3PagesScores = kFa3Scores | OptionSet::kPages;
+inline constexpr OptionSet kPagesScores = kFa3PagesScores | OptionSet::kUnaligned;
 
 // --- FA1, forward ---
 
@@ -94,8 +99,11 @@ struct Fa2ForwardShape {
 };
 
 // Kernels for varlen serve sequences of equal length, too: at rare head dims they do.
-inline constexpr OptionSets kFa2Options{3, {kDense, kVarlenSplits, kAllOptions}};
-inline constexpr OptionSets kFa2RareOptions{2, {kVarlenSplits, kAllOptions}};
+inline constexpr OptionSets kFa2Options{
+    5, {kDense, kVarlenSplits, kAllOptions, kPagesSplits, kPagesScores}};
+inline constexpr OptionSets kFa2RareOptions{3, {kVarlenSplits, kAllOptions, kPagesScores}};
+inline constexpr OptionSets kFa2BackwardOptions{3, {kDense, kVarlenSplits, kAllOptions}};
+inline constexpr OptionSets kFa2RareBackwardOptions{2, {kVarlenSplits, kAllOptions}};
 
 // A warp has two blocks of 16 rows where O and S fit in 255 registers per lane, otherwise one. A
 // tile has as many keys as then fit. Q in registers leaves fewer registers for the fragments that
@@ -171,12 +179,15 @@ struct Fa3Costs {
 // Kernels with options take twice as long to compile. Models with softcap or ALiBi have head dims
 // 64, 128 and 256, with dropout 64 and 128: at others such calls are padded further. The last set
 // is for rare calls: both softcap and ALiBi, or a rare scale.
-inline constexpr OptionSets kFa3ForwardOptions{2, {kVarlen, kVarlenSplits}};
-inline constexpr OptionSets kFa3ForwardBias{3, {kVarlen, kVarlenSplits, kFa3Bias}};
+inline constexpr OptionSets kFa3ForwardOptions{4, {kVarlen, kVarlenSplits, kPages, kPagesSplits}};
+inline constexpr OptionSets kFa3ForwardBias{
+    5, {kVarlen, kVarlenSplits, kFa3Bias, kPages, kPagesSplits}};
 inline constexpr OptionSets kFa3ForwardAllOptions{
-    7, {kVarlen, kVarlenSplits, kFa3Softcap, kFa3Alibi, kFa3Dropout, kFa3Bias, kFa3Scores}};
+    9,
+    {kVarlen, kVarlenSplits, kFa3Softcap, kFa3Alibi, kFa3Dropout, kFa3Bias, kFa3Scores, kPages,
+     kPagesSplits}};
 inline constexpr OptionSets kFa3ForwardWideOptions{
-    4, {kVarlen, kVarlenSplits, kFa3Softcap, kFa3Scores}};
+    6, {kVarlen, kVarlenSplits, kFa3Softcap, kFa3Scores, kPages, kPagesSplits}};
 
 struct Fa3ForwardRow {
     HeadDims head_dims;
@@ -190,6 +201,7 @@ struct Fa3ForwardRow {
     Fa3Costs long_keys_costs{};
 
     static constexpr bool has_tile(OptionSet options, Fa3ForwardTile tile) {
+        if (contains(options, OptionSet::kPages) && tile == Fa3ForwardTile::kLongKeys) return false;
         return tile == Fa3ForwardTile::kSmallQ ||
                (options & (OptionSet::kSplits | OptionSet::kBias)) == OptionSet::kNone;
     }
@@ -260,7 +272,8 @@ struct Fa3DecodeShape {
 // As many rows, or warps, as registers allow, and as many stages as shared memory then does.
 struct Fa3DecodeRow {
     HeadDims head_dims;
-    OptionSets options{1, {kFa3Scores}};  // one kernel has all, as run-time branches
+    // One kernel has all options of the scores, as run-time branches.
+    OptionSets options{2, {kFa3Scores, kFa3PagesScores}};
     Fa3DecodeShape few_rows;
     Fa3DecodeShape many_keys = few_rows;  // of few rows, where an SM has no more than one CTA
     Fa3DecodeShape many_rows = few_rows;
@@ -393,7 +406,7 @@ inline constexpr Fa1BackwardRow kFa1Backward[] = {
 // used for all of them.
 struct Fa2BackwardRow {
     HeadDims head_dims;
-    OptionSets options = kFa2Options;
+    OptionSets options = kFa2BackwardOptions;
     MmaBackwardShape general;  // options take registers
     MmaBackwardShape plain;
     MmaBackwardShape varlen = plain;
@@ -408,18 +421,18 @@ inline constexpr Fa2BackwardRow kFa2Backward[] = {
      .general = {.block_q = 32, .keys_per_warp = 16, .warps_kv = 8},
      .plain = {.block_q = 32, .keys_per_warp = 32, .warps_kv = 4, .ctas_per_sm = 2}},
     {.head_dims = {96, 96},
-     .options = kFa2RareOptions,
+     .options = kFa2RareBackwardOptions,
      .general = {.block_q = 32, .keys_per_warp = 16, .warps_kv = 4, .ctas_per_sm = 2},
      .plain = {.block_q = 64, .keys_per_warp = 16, .warps_kv = 8}},
     {.head_dims = {128, 128},
      .general = {.block_q = 32, .keys_per_warp = 32, .warps_kv = 4, .warps_d = 2},
      .plain = {.block_q = 64, .keys_per_warp = 32, .warps_kv = 4, .warps_d = 2}},
     {.head_dims = {192, 128},
-     .options = kFa2RareOptions,
+     .options = kFa2RareBackwardOptions,
      .general = {.block_q = 32, .keys_per_warp = 16, .warps_kv = 4, .warps_d = 2},
      .plain = {.block_q = 64, .keys_per_warp = 32, .warps_kv = 2, .warps_d = 4, .stages = 1}},
     {.head_dims = {192, 192},
-     .options = kFa2RareOptions,
+     .options = kFa2RareBackwardOptions,
      .general = {.block_q = 32, .keys_per_warp = 16, .warps_kv = 4, .warps_d = 2},
      .plain = {.block_q = 64, .keys_per_warp = 32, .warps_kv = 2, .warps_d = 4, .stages = 1}},
     {.head_dims = {256, 256},

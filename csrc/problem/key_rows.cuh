@@ -1,8 +1,9 @@
 // Where the rows of K, V and of queries lie. All loads of K and V ask here, tile by tile,
 // for an address or for coordinates of TMA, and how many keys are left. Rows of dense and of varlen
-// tensors are adjacent; pages would be another answer of at().
+// tensors are adjacent. Those of pages are not: pages.cuh has the same for them.
 #pragma once
 
+#include "problem/pages.cuh"
 #include "problem/params.h"
 #include "problem/sequences.cuh"
 #include "tile/copy.cuh"
@@ -49,6 +50,38 @@ struct KeyRows {
 FLASH_DEVICE KeyRows key_rows(const AttentionParams& /*params*/, const Sequence& s) {
     return {s.batch, s.k_begin, s.seqlen_k};
 }
+
+// The same for kernels of these options.
+template <OptionSet kOptions>
+FLASH_DEVICE auto key_rows(const AttentionParams& params, const Sequence& s) {
+    if constexpr (contains(kOptions, OptionSet::kPages)) {
+        return paged_key_rows(params, s);
+    } else {
+        return key_rows(params, s);
+    }
+}
+
+// Loads tiles of K or V one after another, as TileCursor.
+template <class Tile, int kThreads, bool kMayBeUnaligned, class Element>
+struct KeyCursor {
+    TileCursor<Tile, kThreads, kMayBeUnaligned, Element> cursor;
+
+    FLASH_DEVICE void start(const KeyRows& keys, const TensorView& view, int head, int first_key) {
+        cursor.start(keys.tile<Element>(view, head, first_key, 0));
+    }
+    // kAllRows: the tile ends within the sequence. The next one begins at next_key.
+    template <bool kAllRows>
+    FLASH_DEVICE void load(uint32_t shared, const KeyRows& keys, const TensorView& view, int cols,
+                           bool aligned, int key, int next_key) {
+        cursor.template load<kAllRows>(shared, view.row_stride, keys.rows - key, cols, aligned,
+                                       keys.step(view, key, next_key));
+    }
+};
+
+template <OptionSet kOptions, class Tile, int kThreads, bool kMayBeUnaligned, class Element>
+using KeyCursorOf = std::conditional_t<contains(kOptions, OptionSet::kPages),
+                                       PagedKeyCursor<Tile, kThreads, kMayBeUnaligned, Element>,
+                                       KeyCursor<Tile, kThreads, kMayBeUnaligned, Element>>;
 
 // Rows of a tensor with a row for each query (Q, O, dO, dQ), from query `first` on.
 template <class Element>

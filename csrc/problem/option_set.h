@@ -17,6 +17,8 @@ enum class OptionSet : unsigned {
     kBias = 1 << 5,
     kDropout = 1 << 6,
     kUnaligned = 1 << 7,  // rows that do not start and end on 16-byte boundaries
+    // Of K and V:
+    kPages = 1 << 8,
 };
 
 constexpr OptionSet operator|(OptionSet a, OptionSet b) {
@@ -54,7 +56,7 @@ constexpr bool visits_elements(OptionSet set) {
 // so a set comes after the sets that it contains.
 struct OptionSets {
     int count;
-    OptionSet sets[8];
+    OptionSet sets[9];
 
     // The index of the set for these options, or -1.
     constexpr int index_for(OptionSet needed) const {

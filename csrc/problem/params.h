@@ -43,6 +43,17 @@ struct TileOrder {
     int tiles_at_once = 1;   // neighbors in this order, which one CTA takes one after another
 };
 
+// Where the pages of a sequence are among those of K and V, whose batches they then are: page i of
+// its keys is page `table[i]` of the tensors. Entries past its keys in use are never read; others
+// are clamped to the tensors.
+struct Pages {
+    const int* table = nullptr;  // (B, at least as many as a sequence has); null: no pages
+    int64_t stride = 0;          // of its rows
+    int count = 0;               // of K and V
+    int size = 1;                // keys of a page
+    int box_rows = 0;            // of a TMA box, where TMA loads them
+};
+
 // The problem and its options, the same for every kernel of every variant.
 struct AttentionParams {
     ElementType element_type;
@@ -50,8 +61,8 @@ struct AttentionParams {
     int batch;
     int heads_q;
     int heads_k;
-    int seqlen_q;  // Sq; with varlen the total number of rows, so for seqlen_k
-    int seqlen_k;
+    int seqlen_q;    // Sq; with varlen the total number of rows, so for seqlen_k
+    int seqlen_k;    // with pages the most that a sequence can have
     int head_dim;    // D
     int head_dim_v;  // Dv
 
@@ -59,6 +70,7 @@ struct AttentionParams {
     const int* cu_seqlens_q = nullptr;  // (B + 1) row offsets of the sequences
     const int* cu_seqlens_k = nullptr;  // (B + 1)
     const int* seqused_k = nullptr;     // (B)
+    Pages pages;
 
     // Mask. BandMask::kUnlimited: no bound on this side. Causal is window_right = 0.
     int window_left;
@@ -101,8 +113,8 @@ struct AttentionParams {
     TileOrder tile_order;
 
     TensorView q;    // (B, Sq, Hq, D)
-    TensorView k;    // (B, Sk, Hk, D)
-    TensorView v;    // (B, Sk, Hk, Dv)
+    TensorView k;    // (B, Sk, Hk, D), or (pages, page size, Hk, D)
+    TensorView v;    // (B, Sk, Hk, Dv), or (pages, page size, Hk, Dv)
     TensorView out;  // (B, Sq, Hq, Dv)
 };
 
@@ -143,7 +155,8 @@ inline OptionSet options_of(const AttentionParams& params) {
            only_if(params.softcap != 0.f, kSoftcap) |
            only_if(params.alibi_slopes != nullptr, kAlibi) |
            only_if(params.bias.data != nullptr, kBias) |
-           only_if(params.rng_state != nullptr, kDropout) | only_if(!params.aligned, kUnaligned);
+           only_if(params.rng_state != nullptr, kDropout) | only_if(!params.aligned, kUnaligned) |
+           only_if(params.pages.table != nullptr, kPages);
 }
 
 // The factor from scores of 16-bit inputs to exponents of 2. Kernels that change scores scale them

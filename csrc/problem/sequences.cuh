@@ -64,7 +64,8 @@ FLASH_HOST_DEVICE Sequence sequence_of(const AttentionParams& params, int number
         sequence.batch = 0;
         sequence.seq_idx = number;
         locate(params.cu_seqlens_q, params.seqlen_q, sequence.q_begin, sequence.seqlen_q);
-        locate(params.cu_seqlens_k, params.seqlen_k, sequence.k_begin, sequence.rows_k);
+        if (params.cu_seqlens_k != nullptr)  // otherwise they are in pages
+            locate(params.cu_seqlens_k, params.seqlen_k, sequence.k_begin, sequence.rows_k);
         sequence.seqlen_k = sequence.is_owned(params) ? sequence.rows_k : 0;
     }
     if (params.seqused_k != nullptr && sequence.is_owned(params))

@@ -41,6 +41,8 @@ def _check_cpu(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[int, int,
     variant = VARIANTS.index(check_forward(q, k, v, Options(**given)))
     if k.dtype in QK_8_BITS:
         return variant, -1, "no variant has a backward for 8-bit inputs", ""
+    if given.get("page_table") is not None:
+        return variant, -1, "no variant has a backward with a page table", ""
     return variant, variant, "", ""
 
 

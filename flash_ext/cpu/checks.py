@@ -82,6 +82,7 @@ def _choose_8_bit_variant(q: Tensor, options: Options) -> str:
     for name, given in (
         ("softcap", options.softcap != 0),
         ("ALiBi", options.alibi_slopes is not None),
+        ("page table", options.page_table is not None),
     ):
         if given and q.dtype in QK_8_BITS:
             raise ValueError(f"flash_ext: variant {variant!r} has no {name} with 8-bit inputs")
@@ -96,22 +97,26 @@ def _choose_variant(q: Tensor, k: Tensor, options: Options) -> str:
     if options.variant not in CPU_VARIANTS:
         wanted = " or ".join(map(repr, ("auto", *CPU_VARIANTS)))
         refuse("variant", f"{wanted} on a CPU", f"{options.variant!r}, which is for Hopper GPUs")
+    if options.page_table is not None and options.variant not in ABOUT["page_table"].variants:
+        raise ValueError(f"flash_ext: variant {options.variant!r} has no page table")
     return options.variant
 
 
-def _check_inputs(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
+def _check_inputs(q: Tensor, k: Tensor, v: Tensor, packed: bool, pages: bool) -> None:
     if packed:
-        rows_q, rows_k, dims, hint = "total_q", "total_k", 3, "with cu_seqlens_q and cu_seqlens_k"
+        rows_q, rows_k, hint = "total_q", "total_k", "with cu_seqlens_q and cu_seqlens_k"
     else:
-        rows_q, rows_k, dims = "batch, seqlen_q", "batch, seqlen_k", 4
+        rows_q, rows_k = "batch, seqlen_q", "batch, seqlen_k"
         hint = "(packed sequences come with cu_seqlens_q)"
+    if pages:
+        rows_k, hint = "pages, page_size", "with page_table"
     layouts = (
         ("q", q, f"({rows_q}, heads_q, head_dim)"),
         ("k", k, f"({rows_k}, heads_k, head_dim)"),
         ("v", v, f"({rows_k}, heads_k, head_dim_v)"),
     )
     for name, tensor, layout in layouts:
-        if tensor.dim() != dims:
+        if tensor.dim() != layout.count(",") + 1:
             refuse(name, f"of shape {layout} {hint}", tuple(tensor.shape))
     dtypes = _CUDA_DTYPES if q.device.type == "cuda" else _DTYPES
     if q.dtype not in dtypes:
@@ -133,7 +138,8 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
     for name, size in (("q", head_dim), ("v", head_dim_v)):
         if not 1 <= size <= _MAX_HEAD_DIM:
             refuse(f"{name}'s head dimension", f"1 to {_MAX_HEAD_DIM}", size)
-    shape_k = tuple(k.shape[:1]) if packed else (q.shape[0], k.shape[1])
+    given = k.shape[:-2]
+    shape_k = tuple(given) if pages or packed else (q.shape[0], given[1])
     _require_shape("k", k, (*shape_k, heads_k, head_dim), layouts[1][2])
     if heads_k == 0:
         refuse("k's number of heads", "at least 1", heads_k)
@@ -157,30 +163,71 @@ def check_offsets(argument: str, cu_seqlens: Tensor, total: int) -> None:
 def _check_lengths(q: Tensor, k: Tensor, options: Options, reads: bool) -> int:
     """Check the arguments that give the lengths of the sequences. Returns their number, B."""
     batch = q.shape[0]
-    if options.cu_seqlens is not None:
-        batch = max(options.cu_seqlens[0].numel() - 1, 0)
-        names = ("cu_seqlens_q", "cu_seqlens_k")
-        for name, cu_seqlens, x in zip(names, options.cu_seqlens, (q, k), strict=True):
+    if options.cu_seqlens_q is not None:
+        batch = max(options.cu_seqlens_q.numel() - 1, 0)
+    for name, x in (("cu_seqlens_q", q), ("cu_seqlens_k", k)):
+        if (cu_seqlens := getattr(options, name)) is not None:
             require_plain(name, cu_seqlens, q, torch.int32, (batch + 1,), "(batch + 1)")
             if reads:
                 check_offsets(name, cu_seqlens, x.shape[0])
+    if options.page_table is not None:
+        _check_page_table(q, k, options, batch)
     if options.seqused_k is not None:
         require_plain("seqused_k", options.seqused_k, q, torch.int32, (batch,), "(batch)")
         if not reads:
             return batch
         packed = options.cu_seqlens_k
-        lengths = [k.shape[1]] * batch if packed is None else packed.diff().tolist()
+        lengths = [key_rows(k, options)] * batch if packed is None else packed.diff().tolist()
         for b, (used, length) in enumerate(zip(options.seqused_k.tolist(), lengths, strict=True)):
             if not 0 <= used <= length:
                 refuse(f"seqused_k[{b}]", f"from 0 to the sequence's {length} keys", used)
+        if options.page_table is not None:
+            _check_pages(options.page_table, options.seqused_k, *k.shape[:2])
     return batch
 
 
-def _check_sizes(q: Tensor, k: Tensor, batch: int) -> None:
+def key_rows(k: Tensor, options: Options) -> int:
+    """How many keys a sequence may have, or all of packed ones together."""
+    if options.page_table is None:
+        return k.shape[-3]
+    return options.page_table.shape[1] * k.shape[1]
+
+
+def _check_page_table(q: Tensor, k: Tensor, options: Options, batch: int) -> None:
+    table = options.page_table
+    assert table is not None
+    if table.dtype != torch.int32:
+        refuse("page_table", "int32", table.dtype)
+    shape = (batch, table.shape[-1] if table.dim() > 0 else 0)
+    _require_shape("page_table", table, shape, "(batch, pages of a sequence)")
+    require_device("page_table", table, q)
+    _require_contiguous_rows("page_table", table)
+    if options.seqused_k is None:
+        refuse("seqused_k", "given with page_table: how many keys each sequence has", None)
+    if k.shape[1] == 0 or (k.shape[0] == 0 and shape[1] > 0):
+        refuse("k", "of at least one page with at least one row", tuple(k.shape))
+    without = "None with page_table (no variant has both)"
+    if options.bias is not None:
+        refuse("bias", without, tuple(options.bias.shape))
+    if options.dropout_p != 0:
+        refuse("dropout_p", "0 with page_table (no variant has both)", options.dropout_p)
+
+
+def _check_pages(table: Tensor, seqused_k: Tensor, pages: int, size: int) -> None:
+    """Check that the pages of used keys exist. Other entries may hold anything."""
+    for b, (row, used) in enumerate(zip(table.tolist(), seqused_k.tolist(), strict=True)):
+        for i, page in enumerate(row[: -(-used // size)]):
+            if not 0 <= page < pages:
+                refuse(f"page_table[{b}, {i}]", f"one of k's pages, 0 to {pages - 1}", page)
+
+
+def _check_sizes(q: Tensor, k: Tensor, batch: int, options: Options) -> None:
     """The limits of the CUDA kernels; elements are addressed in 64 bits."""
     packed = q.dim() == 3
-    for name, x in (("q", q), ("k", k)):
-        length, heads = x.shape[-3:-1]
+    for name, heads, length in (
+        ("q", q.shape[-2], q.shape[-3]),
+        ("k", k.shape[-2], key_rows(k, options)),
+    ):
         if length >= _MAX_LENGTH:
             refuse(f"{name}'s sequence length", "below 2^29", length)
         matrices = heads * (1 if packed else batch)
@@ -212,16 +259,16 @@ def _check_bias(q: Tensor, k: Tensor, options: Options, batch: int, reads: bool)
         refuse("bias", "below 2^29 in every dimension", shape)
     if reads and options.cu_seqlens is not None:  # positions past its end would be hidden
         for dim, cu_seqlens in enumerate(options.cu_seqlens, 2):
-            longest = _most_rows(q, cu_seqlens)
+            longest = _most_rows(q.shape[0], cu_seqlens)
             if 1 != shape[dim] < longest:
                 as_long = f"as long as the longest sequence in dimension {dim}, at least {longest}"
                 refuse("bias", as_long, shape[dim])
 
 
-def _most_rows(x: Tensor, cu_seqlens: Tensor | None) -> int:
+def _most_rows(rows: int, cu_seqlens: Tensor | None) -> int:
     """Of any sequence."""
     if cu_seqlens is None:
-        return x.shape[1]
+        return rows
     return max(cu_seqlens.diff().tolist(), default=0)
 
 
@@ -274,8 +321,11 @@ def _check_8_bit_options(
         refuse("dropout_p", f"0 {without}", options.dropout_p)
     shape = (batch, k.shape[-2])
     blocks_q, blocks_k = (
-        -(-_most_rows(x, cu_seqlens) // DESCALE_ROWS) if reads or cu_seqlens is None else None
-        for x, cu_seqlens in ((q, options.cu_seqlens_q), (k, options.cu_seqlens_k))
+        -(-_most_rows(rows, cu_seqlens) // DESCALE_ROWS) if reads or cu_seqlens is None else None
+        for rows, cu_seqlens in (
+            (q.shape[-3], options.cu_seqlens_q),
+            (key_rows(k, options), options.cu_seqlens_k),
+        )
     )
     queries, keys = (
         "(batch, heads_q, blocks of 128 queries)",
@@ -329,13 +379,17 @@ def check_arguments(q: Tensor, k: Tensor, v: Tensor, options: Options, reads: bo
         given.
     """
     _check_variant(options)
-    if (options.cu_seqlens_q is None) != (options.cu_seqlens_k is None):
+    pages = options.page_table is not None
+    if pages and options.cu_seqlens_k is not None:
+        wanted = "None with page_table, where seqused_k has the lengths of the keys"
+        refuse("cu_seqlens_k", wanted, "a tensor")
+    if not pages and (options.cu_seqlens_q is None) != (options.cu_seqlens_k is None):
         given = "cu_seqlens_q" if options.cu_seqlens_k is None else "cu_seqlens_k"
         refuse("cu_seqlens_q and cu_seqlens_k", "given together", f"{given} alone")
-    _check_inputs(q, k, v, packed=options.cu_seqlens is not None)
+    _check_inputs(q, k, v, packed=options.cu_seqlens_q is not None, pages=pages)
     batch = _check_lengths(q, k, options, reads)
     if q.device.type == "cuda":
-        _check_sizes(q, k, batch)
+        _check_sizes(q, k, batch, options)
     _check_8_bit_options(q, k, v, options, batch, reads)
     _check_options(q, k, options, batch, reads)
 
@@ -349,6 +403,8 @@ def check_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str:
 def check_gradients(tensors: BackwardTensors, options: Options) -> None:
     """Check the arguments of the backward pass that the forward pass has not."""
     q, v = tensors.q, tensors.v
+    if options.page_table is not None:
+        refuse("page_table", "None in a backward pass, which no variant has with pages", "a tensor")
     for name, x in (("q", q), ("k", tensors.k)):
         if x.dtype in QK_8_BITS:
             why = "no variant has a backward for 8-bit inputs"

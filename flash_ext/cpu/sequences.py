@@ -11,6 +11,8 @@ from itertools import pairwise
 
 from torch import Tensor
 
+from ..ops.options import Options
+
 
 @dataclass(frozen=True)
 class Span:
@@ -25,6 +27,8 @@ class Span:
     queries: slice
     keys: slice
     """Those in use."""
+    pages: Tensor | None = None
+    """Of one sequence: the numbers of the pages that hold its keys. None: k and v have no pages."""
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -36,8 +40,10 @@ class Span:
         return x[self.batch, self.queries]
 
     def of_keys(self, x: Tensor) -> Tensor:
-        """Their part of a tensor with k's rows, a view."""
-        return x[self.batch, self.keys]
+        """Their part of a tensor with k's rows; a view, or the rows of their pages."""
+        if self.pages is None:
+            return x[self.batch, self.keys]
+        return x[self.pages].flatten(0, 1)[None, self.keys]
 
     def slopes_of(self, alibi_slopes: Tensor) -> Tensor:
         """Their part of (Hq) or (B, Hq)."""
@@ -54,13 +60,16 @@ class Span:
         return bias[tuple(slice(None) if size == 1 else part for size, part in parts)]
 
 
-def spans(
-    q: Tensor, k: Tensor, cu_seqlens: tuple[Tensor, Tensor] | None, seqused_k: Tensor | None
-) -> Iterator[Span]:
+def spans(q: Tensor, k: Tensor, options: Options) -> Iterator[Span]:
     """All sequences of q (B, Sq, Hq, D) and k (B, Sk, Hk, D), in as few spans as possible.
 
-    With cu_seqlens, for q and for k, these are packed. seqused_k is as in `flash_ext.attention`.
+    With cu_seqlens, for q and for k, these are packed. With a page table k is (pages, page size,
+    Hk, D). seqused_k is as in `flash_ext.attention`.
     """
+    if options.page_table is not None:
+        yield from _paged_spans(q, k, options)
+        return
+    cu_seqlens, seqused_k = options.cu_seqlens, options.seqused_k
     batch, queries, keys = slice(0, q.shape[0]), slice(0, q.shape[1]), slice(0, k.shape[1])
     if cu_seqlens is None and seqused_k is None:
         yield Span(batch, batch, queries, keys)
@@ -75,3 +84,17 @@ def spans(
         if used is not None:
             keys = slice(keys.start, min(keys.start + max(used[b], 0), keys.stop))
         yield Span(slice(b, b + 1), element, queries, keys)
+
+
+def _paged_spans(q: Tensor, k: Tensor, options: Options) -> Iterator[Span]:
+    assert options.page_table is not None and options.seqused_k is not None
+    size = k.shape[1]
+    edges = options.cu_seqlens_q
+    packed = None if edges is None else list(pairwise(edges.tolist()))
+    used = zip(options.page_table, options.seqused_k.tolist(), strict=True)
+    for b, (table, keys) in enumerate(used):
+        element, queries = slice(b, b + 1), slice(0, q.shape[1])
+        if packed is not None:
+            element, queries = slice(0, 1), slice(*packed[b])
+        pages = table[: -(-keys // size)].long()
+        yield Span(slice(b, b + 1), element, queries, slice(0, keys), pages)

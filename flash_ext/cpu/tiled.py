@@ -239,14 +239,14 @@ _BACKWARD = {"fa1": fa1_backward, "fa2": fa2_backward}
 # --- The ops' tensors ---
 
 
-def _as_batch(x: Tensor, options: Options) -> Tensor:
+def _as_batch(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """Packed sequences as a batch of one."""
-    return x if options.cu_seqlens is None else x.unsqueeze(0)
+    return x if cu_seqlens is None else x.unsqueeze(0)
 
 
-def _as_given(x: Tensor, options: Options) -> Tensor:
+def _as_given(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """The inverse of `_as_batch`."""
-    return x if options.cu_seqlens is None else x.squeeze(0)
+    return x if cu_seqlens is None else x.squeeze(0)
 
 
 def _by_position(lse: Tensor) -> Tensor:
@@ -281,12 +281,13 @@ def forward(
     Tiles are the papers' for M = `on_chip` elements. None is M = `tiling.ON_CHIP_ELEMENTS` where
     the options name the variant, and with "auto" other tiles, `tiling.fast_block_sizes`.
     """
-    q, k, v = (_as_batch(x, options) for x in (q, k, v))
+    packed_q, packed_k = options.cu_seqlens_q, options.cu_seqlens_k
+    q, k, v = _as_batch(q, packed_q), _as_batch(k, packed_k), _as_batch(v, packed_k)
     batch, seqlen_q, heads, _ = q.shape
     dtype = result_dtype(q.dtype, options.out_dtype)
     out = q.new_zeros((batch, seqlen_q, heads, v.shape[3]), dtype=dtype)
     lse = q.new_full((batch, heads, seqlen_q), -math.inf, dtype=statistics_dtype(q.dtype))
-    for span in spans(q, k, options.cu_seqlens, options.seqused_k):
+    for span in spans(q, k, options):
         tiling = Tiling.of(span, q, k, v, options, on_chip)
         operands = _operands(span, tiling, q, k, v)
         if k.dtype in QK_8_BITS:
@@ -299,7 +300,7 @@ def forward(
             Out, L = _FORWARD[variant](tiling, operands)
         tiling.from_rows(Out, span.of_queries(out))
         tiling.from_rows(L, span.of_queries(_by_position(lse)))
-    return _as_given(out, options), _as_given(lse, options)
+    return _as_given(out, packed_q), _as_given(lse, packed_q)
 
 
 def backward(
@@ -310,11 +311,12 @@ def backward(
     on_chip: int | None = None,
 ) -> tuple[Tensor | None, ...]:
     """The op bwd, like `forward` for fwd; dbias and dsink are None if its shape is (0,)."""
+    packed = options.cu_seqlens_q
     dout, q, k, v, out, lse = (
-        _as_batch(getattr(tensors, name), options) for name in ("dout", "q", "k", "v", "out", "lse")
+        _as_batch(getattr(tensors, name), packed) for name in ("dout", "q", "k", "v", "out", "lse")
     )
     unseen = lse == -math.inf
-    dlse = torch.zeros_like(lse) if tensors.dlse is None else _as_batch(tensors.dlse, options)
+    dlse = torch.zeros_like(lse) if tensors.dlse is None else _as_batch(tensors.dlse, packed)
     L, dL = lse.masked_fill(unseen, math.inf), dlse.masked_fill(unseen, 0)
     saved_tensors = (out, dout, _by_position(L), _by_position(dL))
 
@@ -323,7 +325,7 @@ def backward(
     if bias is not None and bias.is_floating_point() and need_dbias:
         dbias = torch.zeros(bias.shape, dtype=lse.dtype, device=bias.device)
     dsink = None if sink is None else torch.zeros_like(sink)
-    for span in spans(q, k, options.cu_seqlens, options.seqused_k):
+    for span in spans(q, k, options):
         tiling = Tiling.of(span, q, k, v, options, on_chip, dbias)
         saved = Saved(*(tiling.to_rows(span.of_queries(x)) for x in saved_tensors))
         operands = _operands(span, tiling, q, k, v)
@@ -335,5 +337,5 @@ def backward(
         if dsink is not None:
             share = _probabilities(tiling.sink_rows(), saved, slice(None))
             dsink -= tiling.sum_by_head(share * _delta(saved))
-    dq, dk, dv = (_as_given(x, options) for x in (dq, dk, dv))
+    dq, dk, dv = (_as_given(x, packed) for x in (dq, dk, dv))
     return dq, dk, dv, None if dbias is None or bias is None else dbias.to(bias.dtype), dsink

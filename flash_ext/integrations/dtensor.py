@@ -54,6 +54,7 @@ class _Layout:
         self, mesh: DeviceMesh, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
     ) -> None:
         self.mesh, self.packed = mesh, "cu_seqlens_q" in options
+        self.pages = options.get("page_table") is not None
         self.roles: list[Role] = [self._role(i, q, k, v) for i in range(mesh.ndim)]
         self._split_sequence(q, k, options)
         splits = math.prod(mesh.size(i) for i, r in enumerate(self.roles) if r == "heads")
@@ -99,6 +100,8 @@ class _Layout:
             return None
         if name in ABOUT:
             return dim_of(name, dims, role)
+        if self.pages and name in ("k", "v"):
+            return 2 if role == "heads" else None
         if role == "batch":
             return 0
         if role == "sequence":
@@ -164,7 +167,7 @@ class _Layout:
 
 
 _OF_THE_WHOLE = {
-    *("bias", "seqused_k", "rng_state"),
+    *("bias", "seqused_k", "page_table", "rng_state"),
     *("q_descale", "k_descale", "v_descale"),
     *("cu_seqlens_q", "cu_seqlens_k"),
 }

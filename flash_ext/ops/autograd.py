@@ -159,6 +159,8 @@ def fwd_autograd(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
     if needs_grad or in_dual_level():  # tangents are refused
         if needs_grad and k.dtype in QK_8_BITS:
             raise RuntimeError("flash_ext: no variant has a backward for 8-bit inputs")
+        if needs_grad and options.get("page_table") is not None:
+            raise RuntimeError("flash_ext: no variant has a backward with a page table")
         return _record_forward(options, q, k, v, bias, sink)
     with below_autograd():
         return _fwd(q, k, v, **options)

@@ -22,17 +22,17 @@ def _values(lengths: Tensor) -> list[int] | None:
 
 def _sequences(q: Tensor, k: Tensor, options: dict[str, Any]) -> Iterator[tuple[int, int]]:
     """The queries and keys of each sequence. Unknown lengths are taken to be equal."""
-    used = options.get("seqused_k")
-    if "cu_seqlens_q" not in options:
-        batch = q.shape[0]
-        lengths_q, lengths_k = [q.shape[1]] * batch, [k.shape[1]] * batch
-    else:
-        cu_seqlens = options["cu_seqlens_q"], options["cu_seqlens_k"]
-        batch = cu_seqlens[0].shape[0] - 1
-        lengths_q, lengths_k = (
-            _values(x.diff()) or [total // max(batch, 1)] * batch
-            for x, total in zip(cu_seqlens, (q.shape[0], k.shape[0]), strict=True)
-        )
+    used, table = options.get("seqused_k"), options.get("page_table")
+    packed_q, packed_k = options.get("cu_seqlens_q"), options.get("cu_seqlens_k")
+    batch = q.shape[0] if packed_q is None else packed_q.shape[0] - 1
+    rows_k = k.shape[-3] if table is None else table.shape[1] * k.shape[1]
+
+    def lengths(rows: int, cu_seqlens: Tensor | None) -> list[int]:
+        if cu_seqlens is None:
+            return [rows] * batch
+        return _values(cu_seqlens.diff()) or [rows // max(batch, 1)] * batch
+
+    lengths_q, lengths_k = lengths(q.shape[-3], packed_q), lengths(rows_k, packed_k)
     if used is not None:
         lengths_k = _values(used) or lengths_k
     return zip(lengths_q, lengths_k, strict=True)

@@ -122,6 +122,13 @@ class Options:
     seqused_k: Tensor | None = _option(
         None, "int32 (B): how many of its keys a sequence uses", dims=("batch",)
     )
+    page_table: Tensor | None = _option(
+        None,
+        "int32 (B, pages of a sequence): where the pages of its keys lie in k and v, which are then"
+        " (pages, page size, Hk, D) and (…, Dv); forward only, with seqused_k",
+        variants=("fa2", "fa3"),
+        dims=("batch", "pages"),
+    )
     dropout_p: float = _option(
         0.0,
         "probability of dropping an entry of P after the softmax; fa3: up to head dims of 128,"

@@ -35,10 +35,12 @@ void __syncthreads() {}
 
 namespace device {
 
-std::vector<std::array<uint64_t, 5>> loads;  // by TMA
+std::vector<std::array<uint64_t, 5>> loads;   // by TMA
+std::vector<std::array<uint64_t, 3>> copies;  // by cp.async: address, source, is it valid?
 
 void note(Event event, uint64_t a, uint64_t b, uint64_t c, uint64_t d, uint64_t e) {
     if (event == Event::kLoad) loads.push_back({a, b, c, d, e});
+    if (event == Event::kCopy) copies.push_back({a, c, d});
 }
 void launch(unsigned, unsigned, size_t, std::function<void()>) {}
 
@@ -85,6 +87,17 @@ void store_matrices(uint32_t address, const uint32_t (&registers)[4], bool trans
     std::copy(registers, registers + 4, x.registers[lane]);
 }
 
+// Shuffles of a warp that runs twice, as above: what its lanes have given, call by call.
+std::vector<std::array<int64_t, 32>> given;
+size_t shuffle_number = 0;
+
+int64_t shuffle_of_warp(int64_t x, int lane) {
+    if (shuffle_number >= given.size()) given.resize(shuffle_number + 1);
+    std::array<int64_t, 32>& lanes = given[shuffle_number++];
+    if (!addresses_are_known) lanes[threadIdx.x % 32] = x;
+    return lanes[lane];
+}
+
 // Calls body(lane) for a warp, whose stores come last.
 template <class Body>
 void run_warp(int warp, Body body) {
@@ -93,7 +106,7 @@ void run_warp(int warp, Body body) {
     for (bool second : {false, true}) {
         addresses_are_known = second;
         for (int lane = 0; lane < 32; ++lane) {
-            load_number = store_number = 0;
+            load_number = store_number = shuffle_number = 0;
             threadIdx = {unsigned(32 * warp + lane)};
             body(lane);
         }
@@ -205,13 +218,89 @@ auto load_tile_by_tma(int bytes, int rows, int cols, bool in_boxes, uint64_t add
         CUtensorMap map;
         device::loads.clear();
         if (in_boxes) {
-            encode_tensor_map<Tile, 16>(map, view, head_dim);
+            encode_tensor_map<Tile>(map, view, head_dim, 16);
             tensor.template load<Tile, 16>(map, shared, 0, row);
         } else {
             encode_tensor_map<Tile>(map, view, head_dim);
             tensor.template load<Tile>(map, shared, 0, row);
         }
         return std::pair(described(map), device::loads);
+    });
+}
+
+// --- Pages ---
+
+// A head of a sequence with this table, of pages of `size` rows.
+struct Paged {
+    std::vector<int> table;
+    int count, size, head, keys;
+
+    Pages pages(int box_rows = 0) const {
+        return {table.data(), static_cast<int64_t>(table.size()), count, size, box_rows};
+    }
+};
+
+// A map of the pages, and the loads of a tile from key `key` on, in boxes of so many rows.
+auto load_pages_by_tma(int bytes, int rows, int cols, int box_rows, uint64_t address,
+                       Strides strides, int head_dim, const Paged& paged, int key,
+                       uint32_t shared) {
+    return visit_tile(bytes, rows, cols, [&](auto tile) {
+        using Tile = decltype(tile);
+        const TensorView view = view_of(address, strides);
+        const Pages pages = paged.pages(box_rows);
+        CUtensorMap map;
+        device::loads.clear();
+        encode_tensor_map<Tile>(map, view, head_dim, box_rows);
+        for_each_box<Tile::kRows, typename Tile::Element>(
+            PagedKeyRows{pages, pages.table, paged.keys}, view, paged.head, key,
+            [&](int i, const TensorRows& found, int row) {
+                found.load_boxes<Tile>(map, shared + i * Tile::kPitch, 0, row);
+            });
+        return std::pair(described(map), device::loads);
+    });
+}
+
+// The copies of two tiles of 2-byte elements, one after the other, by a CTA of kThreads threads.
+template <class Tile, int kThreads>
+auto copies_of_pages(const TensorView& view, int head_dim, const Paged& paged,
+                     std::array<int, 2> first_keys) {
+    const Pages pages = paged.pages();
+    const PagedKeyRows keys{pages, pages.table, paged.keys};
+    std::array<std::vector<std::array<uint64_t, 3>>, 2> found;
+    device::shuffle = device::shuffle_of_warp;
+    for (int warp = 0; warp < kThreads / 32; ++warp) {
+        std::array<std::vector<std::array<uint64_t, 3>>, 2> last[32];
+        device::given.clear();
+        device::run_warp(warp, [&](int lane) {
+            PagedKeyCursor<Tile, kThreads, false, typename Tile::Element> cursor;
+            cursor.start(keys, view, paged.head, first_keys[0]);
+            for (int i = 0; i < 2; ++i) {
+                device::copies.clear();
+                cursor.template load<false>(0, keys, view, head_dim, true, first_keys[i],
+                                            first_keys[1]);
+                last[lane][i] = device::copies;
+            }
+        });
+        for (const auto& of_lane : last)
+            for (int i = 0; i < 2; ++i)
+                found[i].insert(found[i].end(), of_lane[i].begin(), of_lane[i].end());
+    }
+    device::shuffle = nullptr;
+    return found;
+}
+
+auto load_pages_by_copies(int threads, int cols, uint64_t address, Strides strides, int head_dim,
+                          const Paged& paged, std::array<int, 2> first_keys) {
+    const TensorView view = view_of(address, strides);
+    const auto by = [&](auto tile, auto of) {
+        return copies_of_pages<decltype(tile), of.value>(view, head_dim, paged, first_keys);
+    };
+    if (threads == 32)  // a warp of decode.cuh
+        return visit_width<Half, 16>(
+            cols, [&](auto tile) { return by(tile, std::integral_constant<int, 32>{}); });
+    return visit_width<Half, 64>(cols, [&](auto tile) {
+        return threads == 128 ? by(tile, std::integral_constant<int, 128>{})
+                              : by(tile, std::integral_constant<int, 256>{});
     });
 }
 
@@ -564,6 +653,9 @@ PYBIND11_MODULE(flash_ext_layouts, m) {
         .def_readonly("swizzle", &Map::swizzle);
     m.def("chunks", &chunks);
     m.def("load_tile", &load_tile_by_tma);
+    py::class_<Paged>(m, "Paged").def(py::init<std::vector<int>, int, int, int, int>());
+    m.def("load_pages", &load_pages_by_tma);
+    m.def("copy_pages", &load_pages_by_copies);
     // (address, valid rows) of the tile of 2-byte elements from key first_key on, and how far
     // another one is.
     m.def("key_tile", [](uint64_t address, Strides strides, std::array<int, 4> head_rows,

@@ -55,10 +55,10 @@ inline constexpr CUtensorMapDataType kTensorMapType =
     : std::is_same_v<Element, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                       : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
 
-// Of a tile with these 4 dimensions of the tensor, of which a box has kBoxRows rows of an atom.
-template <class Tile, int kBoxRows>
+// Of a tile with these 4 dimensions of the tensor, of which a box has `box_rows` rows of an atom.
+template <class Tile>
 cudaError_t encode_tensor_map(CUtensorMap& map, void* data, const cuuint64_t (&sizes)[4],
-                              const cuuint64_t (&strides)[3]) {
+                              const cuuint64_t (&strides)[3], int box_rows) {
     using Encode = decltype(&cuTensorMapEncodeTiled);
     static const Encode encode = [] {
         void* function = nullptr;
@@ -73,12 +73,12 @@ cudaError_t encode_tensor_map(CUtensorMap& map, void* data, const cuuint64_t (&s
                                             : Tile::kPitch == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
                                                                  : CU_TENSOR_MAP_SWIZZLE_32B;
     if (encode == nullptr) return cudaErrorNotSupported;
-    const cuuint32_t box[4] = {Tile::kAtomCols, kBoxRows, 1, 1};
+    const cuuint32_t box[4] = {Tile::kAtomCols, static_cast<cuuint32_t>(box_rows), 1, 1};
     const cuuint32_t steps[4] = {1, 1, 1, 1};
     const auto try_to_encode = [&] {
         return encode(&map, kTensorMapType<typename Tile::Element>, 4, data, sizes, strides, box,
                       steps, CU_TENSOR_MAP_INTERLEAVE_NONE, kSwizzle,
-                      kBoxRows < Tile::kRows ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B
+                      box_rows < Tile::kRows ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B
                                              : CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     };
@@ -96,21 +96,22 @@ cudaError_t encode_tensor_map(CUtensorMap& map, void* data, const cuuint64_t (&s
 
 inline constexpr cuuint64_t kNoBound = 0x7fffffff;
 
-// A box is what one instruction loads: kBoxRows rows of an atom.
-template <class Tile, int kBoxRows = Tile::kRows>
-cudaError_t encode_tensor_map(CUtensorMap& map, const TensorView& view, int head_dim) {
+// A box is what one instruction loads: `box_rows` rows of an atom.
+template <class Tile>
+cudaError_t encode_tensor_map(CUtensorMap& map, const TensorView& view, int head_dim,
+                              int box_rows = Tile::kRows) {
     const uint64_t row = row_stride_bytes<typename Tile::Element>(view);
-    return encode_tensor_map<Tile, kBoxRows>(
-        map, view.data, {static_cast<uint64_t>(head_dim), kRowBound, kNoBound, kNoBound},
-        {row, 16, (uint64_t{1} << 34) - row});
+    return encode_tensor_map<Tile>(map, view.data,
+                                   {static_cast<uint64_t>(head_dim), kRowBound, kNoBound, kNoBound},
+                                   {row, 16, (uint64_t{1} << 34) - row}, box_rows);
 }
 
 // Of a transposed tensor of 8 bits. A box has all rows of an atom.
 template <class Tile>
 cudaError_t encode_transposed_map(CUtensorMap& map, void* data, int rows, int64_t row_bytes) {
-    return encode_tensor_map<Tile, Tile::kRows>(
+    return encode_tensor_map<Tile>(
         map, data, {kRowBound, static_cast<uint64_t>(rows), kNoBound, kNoBound},
-        {static_cast<uint64_t>(row_bytes), 16, (uint64_t{1} << 38) - 16});
+        {static_cast<uint64_t>(row_bytes), 16, (uint64_t{1} << 38) - 16}, Tile::kRows);
 }
 
 // --- The launch ---

@@ -96,8 +96,8 @@ struct Fa2Forward {
     int warp_row;     // the warp's first row within the Q tile
     uint32_t sQ;
     KVPipeline pipeline;
-    TileCursor<KTile, kThreads, kUnaligned, Element> k_cursor;
-    TileCursor<VTile, kThreads, kUnaligned, Element> v_cursor;
+    KeyCursorOf<kOptions, KTile, kThreads, kUnaligned, Element> k_cursor;
+    KeyCursorOf<kOptions, VTile, kThreads, kUnaligned, Element> v_cursor;
 
     FLASH_DEVICE Fa2Forward(const ForwardParams& p, const TileCoord& tile_coord)
         : params(p),
@@ -156,10 +156,10 @@ struct Fa2Forward {
 
     // From here on, each load_k or load_v loads the tile of the index before the last one.
     FLASH_DEVICE void start_kv(int kv_tile) {
-        const KeyRows keys = key_rows(params, sequence);
+        const auto keys = key_rows<kOptions>(params, sequence);
         const int first_key = kv_tile * kBlockKV;
-        k_cursor.start(keys.tile<Element>(params.k, head_k(), first_key, 0));
-        v_cursor.start(keys.tile<Element>(params.v, head_k(), first_key, 0));
+        k_cursor.start(keys, params.k, head_k(), first_key);
+        v_cursor.start(keys, params.v, head_k(), first_key);
     }
     // Into a stage of the pipeline; kAllRows as for TileCursor::load.
     template <bool kAllRows>
@@ -173,11 +173,11 @@ struct Fa2Forward {
     template <bool kAllRows, class Cursor>
     FLASH_DEVICE void load(Cursor& cursor, uint32_t shared, const TensorView& view, int cols,
                            const VisibleTiles& kv_tiles, int i) const {
-        const KeyRows keys = key_rows(params, sequence);
+        const auto keys = key_rows<kOptions>(params, sequence);
         const int first_key = kv_tiles.tile(i) * kBlockKV;
         const int next_key = first_key - kv_tiles.distance(i) * kBlockKV;
-        cursor.template load<kAllRows>(shared, view.row_stride, keys.rows - first_key, cols,
-                                       params.aligned, keys.step(view, first_key, next_key));
+        cursor.template load<kAllRows>(shared, keys, view, cols, params.aligned, first_key,
+                                       next_key);
     }
     FLASH_DEVICE void commit(uint32_t stage) const {
         pipeline.producer_commit(stage, !kUnaligned || params.aligned);

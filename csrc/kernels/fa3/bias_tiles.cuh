@@ -38,11 +38,11 @@ struct BiasMap {
         col_step = step(3);
         cuuint64_t strides[3];  // in bytes; of a single index never used, but TMA needs one
         for (int i = 0; i < 3; ++i) strides[i] = max_of<int64_t>(2 * bias.strides[2 - i], 16);
-        return encode_tensor_map<Tile, Tile::kRows>(
+        return encode_tensor_map<Tile>(
             map, bias.data,
             {static_cast<cuuint64_t>(bias.sizes[3]), static_cast<cuuint64_t>(bias.sizes[2]),
              static_cast<cuuint64_t>(bias.sizes[1]), static_cast<cuuint64_t>(bias.sizes[0])},
-            strides);
+            strides, Tile::kRows);
     }
 
     // Loads the parts of a tile.

@@ -45,7 +45,8 @@ struct Fa3DecodeParams : ForwardParams {
 };
 
 // Key: of K and V in memory. Element: of the matmuls; of Q and the output unless Key has 8 bits.
-template <class Element, class Key, int kHeadDim, int kHeadDimV, tuning::Fa3DecodeShape kTuning>
+template <class Element, class Key, int kHeadDim, int kHeadDimV, OptionSet kOptions,
+          tuning::Fa3DecodeShape kTuning>
 struct Fa3Decode {
     static constexpr bool kBytes = sizeof(Key) == 1;
     static constexpr int kRows = kTuning.rows;
@@ -65,6 +66,7 @@ struct Fa3Decode {
     using Output = RegisterTile<kRows, kHeadDimV>;
     // bfloat16 holds all P; halves then do so from 2^-31 on, relative to the maximum's.
     using Softmax = OnlineSoftmax<kRows, kBytes ? 7 : 0>;
+    using Keys = decltype(key_rows<kOptions>(std::declval<AttentionParams>(), Sequence{}));
 
     // A result over some of the keys: O not divided by the sums, row maxima and sums.
     template <int kPartialRows>
@@ -189,24 +191,21 @@ struct Fa3Decode {
     struct Loads {
         const TensorView& view;
         int cols;
-        KeyRows keys;
+        Keys keys;
         VisibleTiles blocks;
         int i;  // of the next block
-        TileCursor<Tile, 32, false, Key> cursor;
+        KeyCursorOf<kOptions, Tile, 32, false, Key> cursor;
 
         FLASH_DEVICE int first_key() const { return blocks.tile(i) * Tile::kRows; }
 
-        FLASH_DEVICE void start(int head) {
-            cursor.start(keys.template tile<Key>(view, head, first_key(), 0));
-        }
+        FLASH_DEVICE void start(int head) { cursor.start(keys, view, head, first_key()); }
         FLASH_DEVICE void next(const char* stage) {
             const int key = first_key();
             const bool exists = i < blocks.end;
             i += kWarps;
             if (exists)
-                cursor.template load<false>(ptx::shared_address(stage), view.row_stride,
-                                            keys.rows - key, cols, true,
-                                            keys.step(view, key, first_key()));
+                cursor.template load<false>(ptx::shared_address(stage), keys, view, cols, true, key,
+                                            first_key());
             ptx::cp_async_commit();
         }
     };
@@ -243,7 +242,7 @@ struct Fa3Decode {
             split_of(VisibleTiles::of_queries(mask, {first_query, first_query + queries()}, kKeys),
                      split(), params.num_splits);
         int block = blocks.begin + warp_id();
-        const KeyRows keys = key_rows(params, sequence);
+        const Keys keys = key_rows<kOptions>(params, sequence);
         Loads<KTile> k_loads{params.k, params.head_dim, keys, blocks, block};
         Loads<VTile> v_loads{params.v, params.head_dim_v, keys, blocks, block};
         k_loads.start(head_k);
@@ -492,13 +491,15 @@ cudaError_t launch_decode(const ForwardParams& call, const ForwardKernel& kernel
                           cudaStream_t stream) {
     const Fa3DecodeParams params{call, launch_epoch(), exponent_scale(call)};
     using enum tuning::Fa3DecodeTile;
-    return dispatch<kFewRows, kManyKeys, kManyRows>(*kernel.decode_tile, [&](auto tile) {
-        using Kernel = Fa3Decode<Element, Key, kRow.head_dims.qk, kRow.head_dims.v,
-                                 tuning::fa3_decode_shape(kRow, tile)>;
-        return launch_kernel<fa3_decode_kernel<Kernel>>(
-            work_tile_count(params.tile_order), Kernel::kThreads,
-            sizeof(typename Kernel::SharedStorage), params, stream,
-            {.cluster = min_of(params.num_splits, kMaxClusterSplits)});
+    return dispatch_options<kRow.options>(kernel.options, [&](auto options) {
+        return dispatch<kFewRows, kManyKeys, kManyRows>(*kernel.decode_tile, [&](auto tile) {
+            using Kernel = Fa3Decode<Element, Key, kRow.head_dims.qk, kRow.head_dims.v,
+                                     options.value, tuning::fa3_decode_shape(kRow, tile)>;
+            return launch_kernel<fa3_decode_kernel<Kernel>>(
+                work_tile_count(params.tile_order), Kernel::kThreads,
+                sizeof(typename Kernel::SharedStorage), params, stream,
+                {.cluster = min_of(params.num_splits, kMaxClusterSplits)});
+        });
     });
 }
 

@@ -42,6 +42,7 @@ struct Fa3ForwardTiles
     static_assert(sizeof(Element) == sizeof(QKElement));
     static constexpr bool kMayHaveSplits =
         contains(kOptions, OptionSet::kSplits);  // and packed GQA
+    static constexpr bool kPages = contains(kOptions, OptionSet::kPages);
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kBlockQ = kConsumers * 64;
     static_assert(kBlockQ >= tuning::kForwardBlockQ);
@@ -155,6 +156,27 @@ struct Fa3ForwardTiles
         }
     }
 
+    // A tile of K or V.
+    template <class KeyTile, class Pipeline, class Keys>
+    static FLASH_DEVICE void load_keys(const Pipeline& pipeline,
+                                       const typename Pipeline::State& state,
+                                       const CUtensorMap& map, const Keys& keys,
+                                       const TensorView& view, int head, int first_key) {
+        if constexpr (kPages) {
+            pipeline.producer_acquire(state);
+            pipeline.producer_expect(state, KeyTile::kBytes);
+            for_each_box<kBlockKV, Element>(
+                keys, view, head, first_key, [&](int i, const TensorRows& rows, int row) {
+                    rows.load_boxes<KeyTile>(map, pipeline.stage(state) + i * KeyTile::kPitch,
+                                             pipeline.full(state), row);
+                });
+        } else {
+            load_tile<KeyTile, kKVBoxRows>(
+                pipeline, state, map, keys.template tensor_rows<Element>(view, head, first_key),
+                first_key);
+        }
+    }
+
     // Fetches the Q tiles and loads their K tiles, last to first. The next Q tile is fetched a few
     // iterations before it is needed. also_load(tile, first key) comes after each K tile.
     template <class AlsoLoad>
@@ -174,16 +196,14 @@ struct Fa3ForwardTiles
         work_tiles.produce(
             linear, total, fetch, [&](QueryTile& tile, int linear) { describe_next(tile, linear); },
             [&](const QueryTile& tile, const WorkTileState&) {
-                const KeyRows keys = key_rows(params, tile.sequence);
+                const auto keys = key_rows<kOptions>(params, tile.sequence);
                 const int head = key_head(params, tile.head);
                 const VisibleTiles kv = tile.kv_tiles;
                 int next = 0;
                 for (int i = kv.end - 1; i >= kv.begin; --i) {
                     if (i == min_of(kv.end - 1, kv.begin + kFetchAhead)) next = fetch();
                     const int first_key = kv.tile(i) * kBlockKV;
-                    load_tile<KTile, kKVBoxRows>(
-                        k_pipeline, k, params.k_map,
-                        keys.tensor_rows<Element>(params.k, head, first_key), first_key);
+                    load_keys<KTile>(k_pipeline, k, params.k_map, keys, params.k, head, first_key);
                     k.advance();
                     also_load(tile, first_key);
                 }
@@ -194,13 +214,11 @@ struct Fa3ForwardTiles
     FLASH_DEVICE void produce_v() const {
         typename VPipeline::State v;
         work_tiles.for_each([&](const QueryTile& tile) {
-            const KeyRows keys = key_rows(params, tile.sequence);
+            const auto keys = key_rows<kOptions>(params, tile.sequence);
             const int head = key_head(params, tile.head);
             for (int i = tile.kv_tiles.end - 1; i >= tile.kv_tiles.begin; --i, v.advance()) {
                 const int first_key = tile.kv_tiles.tile(i) * kBlockKV;
-                load_tile<VTile, kKVBoxRows>(v_pipeline, v, params.v_map,
-                                             keys.tensor_rows<Element>(params.v, head, first_key),
-                                             first_key);
+                load_keys<VTile>(v_pipeline, v, params.v_map, keys, params.v, head, first_key);
             }
         });
     }
@@ -246,8 +264,16 @@ struct Fa3ForwardTiles
         }
     }
 
+    // Of the maps of K and V. Boxes divide tiles, and pages, too.
+    static int key_box_rows(const ForwardParams& params) {
+        int rows = kKVBoxRows;
+        if constexpr (kPages)  // whose size is a multiple of 8
+            while (kKVBoxRows % rows != 0 || params.pages.size % rows != 0) --rows;
+        return rows;
+    }
     static cudaError_t encode_v_map(Fa3ForwardParams& params, const ForwardKernel& /*kernel*/) {
-        return encode_tensor_map<VTile, kKVBoxRows>(params.v_map, params.v, params.head_dim_v);
+        return encode_tensor_map<VTile>(params.v_map, params.v, params.head_dim_v,
+                                        key_box_rows(params));
     }
 
     // --- Consumers ---
@@ -443,10 +469,11 @@ cudaError_t launch_fa3_forward(const ForwardParams& call, const ForwardKernel& k
         params.v.data = params.q.data;
     }
     const TensorView q = params.pack_gqa_log2 > 0 ? with_heads_as_rows(params.q) : params.q;
-    for (cudaError_t status : {encode_tensor_map<typename Kernel::QTile, Kernel::kQBoxRows>(
-                                   params.q_map, q, params.head_dim),
-                               encode_tensor_map<typename Kernel::KTile, Kernel::kKVBoxRows>(
-                                   params.k_map, params.k, params.head_dim),
+    params.pages.box_rows = Kernel::key_box_rows(params);
+    for (cudaError_t status : {encode_tensor_map<typename Kernel::QTile>(
+                                   params.q_map, q, params.head_dim, Kernel::kQBoxRows),
+                               encode_tensor_map<typename Kernel::KTile>(
+                                   params.k_map, params.k, params.head_dim, params.pages.box_rows),
                                Kernel::encode_v_map(params, kernel)})
         if (status != cudaSuccess) return status;
     if constexpr (Kernel::kBias)

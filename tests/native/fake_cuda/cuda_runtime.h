@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <type_traits>
 
 #include "cuda_runtime_api.h"
 #include "device.h"
@@ -108,8 +109,14 @@ template <class T>
 T __shfl_xor_sync(uint32_t, T x, int, int = 32) {
     return x;
 }
+// What lane `lane` has given to the same call; without it a lane gets its own number.
+namespace device {
+inline int64_t (*shuffle)(int64_t x, int lane) = nullptr;
+}
 template <class T>
-T __shfl_sync(uint32_t, T x, int, int = 32) {
+T __shfl_sync(uint32_t, T x, int lane, int = 32) {
+    if constexpr (std::is_integral_v<T>)
+        if (device::shuffle != nullptr) return static_cast<T>(device::shuffle(x, lane));
     return x;
 }
 template <class T>

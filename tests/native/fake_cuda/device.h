@@ -33,7 +33,7 @@ enum class Event : uint64_t {
     kCommit,      // of wgmma
     kMatmulWait,  // groups that may be pending
     kProxyFence,  // what was written is visible to TMA and wgmma
-    kCopy,        // address, bytes: by cp.async
+    kCopy,        // address, bytes, source, is it valid? by cp.async
     kCopyCommit,  //
     kCopyWait,    // groups that may be pending
     kEnd,

@@ -6,7 +6,9 @@
 
 namespace flash_ext::ptx {
 
-inline void cp_async_16(uint32_t shared, const void*, bool) { note(Event::kCopy, shared, 16); }
+inline void cp_async_16(uint32_t shared, const void* source, bool valid) {
+    note(Event::kCopy, shared, 16, reinterpret_cast<uint64_t>(source), valid);
+}
 inline void cp_async_commit() { note(Event::kCopyCommit); }
 template <int kPending>
 void cp_async_wait() {

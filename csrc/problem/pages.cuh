@@ -1,0 +1,138 @@
+// K and V in pages: where the rows of a sequence's keys are, and tiles of them, as cp.async and as
+// TMA load them. The counterpart of KeyRows, for kernels with OptionSet::kPages.
+//
+// The table names a page for each run of `size` keys. A tile may begin within a page, and have
+// several. So cp.async asks for each row of a tile where it is: a lane asks for one row, a tile
+// ahead, and the lanes that load the row get the answer by shuffles. TMA loads a tile in boxes that
+// divide both the tile and the pages. What follows a sequence's last key in its page is another
+// sequence's past the bounds of a map that ends there (tile/tensor_map.cuh): so it arrives as
+// zeros, whatever it holds.
+#pragma once
+
+#include "problem/params.h"
+#include "problem/sequences.cuh"
+#include "tile/copy.cuh"
+#include "tile/tensor_map.cuh"
+
+namespace flash_ext {
+
+// The keys of a sequence.
+struct PagedKeyRows {
+    const Pages& pages;
+    const int* table;  // of the sequence
+    int rows;          // keys in use; what a tile has past them is loaded as zeros
+
+    // A row of the tensors, with the page as the table has it.
+    struct Place {
+        int page;
+        int row;
+    };
+    // Of a key, or any row if it is not in use.
+    FLASH_DEVICE Place at(int key) const {
+        if (static_cast<unsigned>(key) >= static_cast<unsigned>(rows)) return {0, 0};
+        const int index = key / pages.size;
+        return {table[index], key - index * pages.size};
+    }
+    FLASH_DEVICE int page_of(int entry) const { return clamp(entry, 0, pages.count - 1); }
+    // In elements, from row 0 of page 0.
+    FLASH_DEVICE int64_t offset(const TensorView& view, Place place) const {
+        return page_of(place.page) * view.batch_stride + place.row * view.row_stride;
+    }
+};
+
+FLASH_DEVICE PagedKeyRows paged_key_rows(const AttentionParams& params, const Sequence& s) {
+    return {params.pages, params.pages.table + s.index() * params.pages.stride, s.seqlen_k};
+}
+
+// As KeyCursor (key_rows.cuh), from pages. All lanes of a warp call it.
+template <class Tile, int kThreads, bool kMayBeUnaligned, class Element>
+struct PagedKeyCursor {
+    using Walk = ChunkWalk<Tile, kThreads>;
+    static constexpr int kRowsOfWarp = 32 / Tile::kChunksPerRow;  // in a pass
+    static_assert(kRowsOfWarp * Walk::kPasses <= 32);
+
+    const Element* base;        // of this thread's chunks, in row 0 of page 0
+    PagedKeyRows::Place place;  // of the row that this lane looks up, in the next tile
+
+    FLASH_DEVICE void start(const PagedKeyRows& keys, const TensorView& view, int head,
+                            int first_key) {
+        base = row_pointer<const Element>(view, 0, 0, head);
+        place = keys.at(first_key + row_of_lane());
+    }
+
+    template <bool kAllRows>
+    FLASH_DEVICE void load(uint32_t shared, const PagedKeyRows& keys, const TensorView& view,
+                           int cols, bool aligned, int key, int next_key) {
+        if (!kMayBeUnaligned || aligned) {
+            load_rows<kAllRows>(shared, keys.offset(view, place), keys.rows - key, cols);
+        } else {
+            load_unaligned(shared, keys, view, cols, key);
+        }
+        place = keys.at(next_key + row_of_lane());
+    }
+
+ private:
+    static FLASH_DEVICE int row_of_lane() {
+        const int warp = ptx::not_hoisted(threadIdx.x) % kThreads / 32;
+        return lane_id() / kRowsOfWarp * Walk::kRowsPerPass + warp * kRowsOfWarp +
+               lane_id() % kRowsOfWarp;
+    }
+
+    // `offset`: of the row that this lane has looked up.
+    template <bool kAllRows>
+    FLASH_DEVICE void load_rows(uint32_t shared, int64_t offset, int rows, int cols) const {
+        const Walk walk(ptx::not_hoisted(threadIdx.x) % kThreads);
+        const int col = walk.chunk * Tile::kChunk;
+#pragma unroll
+        for (int pass = 0; pass < Walk::kPasses; ++pass) {
+            const int row = walk.row + pass * Walk::kRowsPerPass;
+            const Element* source =
+                base + col +
+                __shfl_sync(0xffffffff, offset,
+                            pass * kRowsOfWarp + lane_id() / Tile::kChunksPerRow);
+            if (Walk::kRagged && pass == Walk::kPasses - 1 && row >= Tile::kRows) continue;
+#pragma unroll
+            for (int atom = 0; atom < Tile::kAtoms; ++atom)
+                ptx::cp_async_16(shared + atom * Tile::kAtomBytes + Tile::offset(row, walk.chunk),
+                                 source + atom * Tile::kAtomCols,
+                                 (kAllRows || row < rows) && atom * Tile::kAtomCols + col < cols);
+        }
+    }
+
+    // Not unrolled, as in load_tile.
+    FLASH_DEVICE void load_unaligned(uint32_t shared, const PagedKeyRows& keys,
+                                     const TensorView& view, int cols, int key) const {
+        const int row_chunks = Tile::kCols / Tile::kChunk;
+#pragma unroll 1
+        for (int i = threadIdx.x % kThreads; i < Tile::kRows * row_chunks; i += kThreads) {
+            const int row = i / row_chunks;
+            const int chunk = i % row_chunks;
+            const int col = chunk * Tile::kChunk;
+            const Element* source = base + keys.offset(view, keys.at(key + row)) + col;
+            const uint4 x = load_8(source, key + row < keys.rows ? cols - col : 0);
+            ptx::st_shared_v4(shared + Tile::offset(row, chunk), {x.x, x.y, x.z, x.w});
+        }
+    }
+};
+
+// visit(row of the tile, tensor rows, row of these), for each box of a tile that begins at a key.
+template <int kRows, class Element, class Visit>
+FLASH_DEVICE void for_each_box(const PagedKeyRows& keys, const TensorView& view, int head,
+                               int first_key, Visit visit) {
+    const int size = keys.pages.size;
+    int index = first_key / size;
+    int row = first_key - index * size;  // of the page
+#pragma unroll 1
+    for (int i = 0; i < kRows; i += keys.pages.box_rows) {
+        const int in_use = keys.rows - (first_key + i - row);  // of the page's rows, or more
+        const int page = in_use > row ? keys.page_of(keys.table[index]) : 0;
+        visit(i, tensor_rows<Element>(view, page, head, 0, clamp(in_use, 0, size)), row);
+        row += keys.pages.box_rows;
+        if (row == size) {
+            row = 0;
+            ++index;
+        }
+    }
+}
+
+}  // namespace flash_ext
