@@ -168,6 +168,7 @@ if cuda_missing is not None:
         "combine_parts",
         "sum_rows",
         "copy_rows",
+        "append_kv",
         "fwd_into",
         "bwd_into",
     ):
