@@ -38,7 +38,7 @@ def _require(
 
 
 def _require_cache(name: str, cache: Tensor, k_cache: Tensor) -> None:
-    dtypes = _CUDA_DTYPES if cache.device.type == "cuda" else _DTYPES
+    dtypes: tuple[torch.dtype, ...] = _CUDA_DTYPES if cache.device.type == "cuda" else _DTYPES
     of_8_bits = k_cache.dtype in QK_8_BITS
     if name == "v_cache":
         dtypes = QK_8_BITS if of_8_bits else (k_cache.dtype,)
