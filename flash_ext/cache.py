@@ -66,8 +66,8 @@ class CacheArguments(_CacheTensors, _PlainOptions, total=False):
 
 
 class PrefixArguments(_CacheTensors, _PlainOptions, total=False):
-    """Those of `attention_with_shared_prefix`, except return_lse and those of the prefix: no
-    distances between positions, no 8 bits."""
+    """The same of `attention_with_shared_prefix`, without the prefix: no distances between
+    positions, no 8 bits."""
 
 
 class Keys(NamedTuple):
@@ -262,7 +262,7 @@ class CacheCall(NamedTuple):
         """Write k and v into the cache. Returns q, rotated if they are.
 
         Args:
-            options: those of fwd. With causal or a window each query has its own position;
+            options: of fwd. With causal or a window each query has its own position;
                 otherwise all have the first one's.
         """
         if self.k is None or lengths is None:
@@ -409,8 +409,9 @@ def attention_with_cache(
         return_lse: return lse too.
 
     The other options are as in `attention`. Sk is the number of keys that a sequence sees: causal
-    and windows are aligned with its last key, after the new ones were written. Pages (and what is
-    read as such: cache_batch_idx, cache_leftpad, cu_seqlens_q) do not go with q of 8 bits.
+    and windows are aligned with its last key, after the new ones were written. q of 8 bits
+    does not go with pages, as which a cache is also read with cache_batch_idx, cache_leftpad and
+    cu_seqlens_q.
 
     Returns:
         out (B, Sq, Hq, Dv), or packed (total_q, Hq, Dv); with return_lse (out, lse), as
@@ -524,7 +525,7 @@ def attention_with_shared_prefix(
     Args:
         q: (B, Sq, Hq, D), or with cu_seqlens_q packed. Every query sees the whole prefix.
         k_prefix, v_prefix: (P, Hk, D) and (P, Hk, Dv), of q's dtype; or with prefix_page_table
-            pages, (pages, page size, Hk, D) and (…, Dv), which may be those of the caches.
+            pages, (pages, page size, Hk, D) and (…, Dv), perhaps in the memory of the caches.
         k_cache, v_cache: the keys after the prefix, as of `attention_with_cache`.
         prefix_seqlen: how many keys the prefix has: an int, or int32 (1). None is all.
         prefix_page_table: int32 (pages of the prefix).

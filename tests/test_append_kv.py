@@ -255,7 +255,7 @@ def test_errors_write_nothing(message: str, change: dict[str, Any], device: str)
 def test_a_cache_has_memory_for_each_element(device: str) -> None:
     call = plain().to(device)
     call.k_cache = call.k_cache[:1].expand(5, -1, -1, -1)
-    with pytest.raises((ValueError, RuntimeError), match="k_cache must be of memory of its own"):
+    with pytest.raises((ValueError, RuntimeError), match="k_cache must be of separate memory"):
         call.run()
 
 

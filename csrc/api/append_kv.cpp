@@ -44,7 +44,7 @@ bool accepts_new_rows(const Tensor& x, const Device& device, ScalarType dtype,
            is_plain_or_none(cu_seqlens, device, ScalarType::Int, {batch + 1});
 }
 
-// Are elements of memory of their own, fewer than 2^31 rows of a page?
+// Has each element separate memory, and a page fewer than 2^31 rows?
 bool accepts_cache(const Tensor& cache) {
     if (cache.dim() != 4 || cache.size(1) >= int64_t{1} << 31 || cache.size(0) >= int64_t{1} << 31)
         return false;

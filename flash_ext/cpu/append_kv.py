@@ -49,7 +49,7 @@ def _require_cache(name: str, cache: Tensor, k_cache: Tensor) -> None:
         rows = (*k_cache.shape[:3], "head_dim_v")
     _require(name, cache, k_cache, rows, cache.dtype)
     if any(size > 1 and step == 0 for size, step in zip(cache.shape, cache.stride(), strict=True)):
-        refuse(name, "of memory of its own for each element", f"strides {cache.stride()}")
+        refuse(name, "of separate memory for each element", f"strides {cache.stride()}")
     if max(cache.shape[:2]) >= _MAX_ROWS:
         refuse(name, "below 2^31 pages and rows of a page", tuple(cache.shape))
 
