@@ -16,6 +16,7 @@ __version__ = "0.1.0"
 
 from . import dropout, fp8, ops, reference
 from . import flash_attn_interface as flash_attn_interface
+from .cache import attention_with_cache, attention_with_shared_prefix
 from .cpu import tiled
 from .explanation import Explanation, explain
 from .functional import attention, attention_varlen
@@ -28,6 +29,8 @@ __all__ = [
     "Explanation",
     "attention",
     "attention_varlen",
+    "attention_with_cache",
+    "attention_with_shared_prefix",
     "dropout",
     "explain",
     "fp8",

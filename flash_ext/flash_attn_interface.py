@@ -36,7 +36,8 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .flash_attn.cache import attend_to_cache, check_cache
+from .cache import run_with_cache
+from .flash_attn.cache import checked_call
 from .flash_attn.shared import attend, refuse_given, unpack
 from .ops.checks import (
     Pair,
@@ -44,6 +45,7 @@ from .ops.checks import (
     refuse,
     refuse_gradients,
     require_dtype,
+    require_ints,
     require_number,
     require_pair,
     require_tensors,
@@ -209,7 +211,8 @@ def flash_attn_varlen_func(
         k, v: (total_k, Hk, D) and (total_k, Hk, Dv).
         cu_seqlens_q, cu_seqlens_k: int32 (B + 1), the bounds of the sequences.
         max_seqlen_q, max_seqlen_k: only window_size is compared with them.
-        seqused_q: not supported.
+        seqused_q: int32 (B): how many of its queries a sequence uses, its first ones. Others have
+            out = 0 and softmax_lse = −inf.
         seqused_k: int32 (B): how many of its keys a sequence uses, its first ones.
 
     Examples:
@@ -219,14 +222,36 @@ def flash_attn_varlen_func(
         >>> flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 5, 5, causal=True).shape
         torch.Size([8, 4, 16])
     """
-    refuse_given(qv=qv, seqused_q=seqused_q)
+    refuse_given(qv=qv)
     require_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     options = _options_of(
         softmax_scale, causal, window_size, attention_chunk, softcap,
         (q_descale, k_descale, v_descale), max_seqlen_q, max_seqlen_k,
     )  # fmt: skip
     options |= {"deterministic": deterministic or None, "seqused_k": seqused_k}
-    return attend(q, k, v, (cu_seqlens_q, cu_seqlens_k), return_attn_probs, options)
+    cu_seqlens = cu_seqlens_q, cu_seqlens_k
+    if seqused_q is not None:
+        cu_seqlens, options = _with_used_queries(q, cu_seqlens, seqused_q, options)
+    return attend(q, k, v, cu_seqlens, return_attn_probs, options)
+
+
+def _with_used_queries(
+    q: Tensor, cu_seqlens: tuple[Tensor, Tensor], seqused_q: Tensor, options: dict[str, Any]
+) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
+    """Each sequence as two, the second of the unused queries, without keys."""
+    (bounds, bounds_k), batch = cu_seqlens, cu_seqlens[0].numel() - 1
+    require_ints("seqused_q", seqused_q, (batch,), q)
+    require_ints("cu_seqlens_k", bounds_k, (batch + 1,), q)
+    ends = torch.minimum(bounds[:-1] + seqused_q.clamp(min=0), bounds[1:])
+    bounds = torch.cat((torch.stack((bounds[:-1], ends), 1).flatten(), bounds[-1:]))
+    options = dict(options)
+    if (used := options["seqused_k"]) is not None:
+        require_ints("seqused_k", used, (batch,), q)
+        options["seqused_k"] = torch.stack((used, torch.zeros_like(used)), 1).flatten()
+    for name in ("q_descale", "k_descale", "v_descale"):
+        if isinstance(x := options[name], Tensor) and x.dim() > 1:
+            options[name] = x.repeat_interleave(2, 0)
+    return (bounds, bounds_k.repeat_interleave(2)[1:].contiguous()), options
 
 
 @torch.no_grad()
@@ -264,17 +289,17 @@ def flash_attn_with_kvcache(
 ) -> Any:
     """Attention of q (B, Sq, Hq, D) to a cache, into which k and v are written first. No gradients.
 
-    k_cache, v_cache, k, v and cache_seqlens are as in
-    `flash_ext.flash_attn.flash_attn_with_kvcache`. qv, the rotary embeddings, cache_batch_idx,
-    cache_leftpad, page_table, cu_seqlens_q and cu_seqlens_k_new are not supported.
+    The tensors are as of `flash_ext.attention_with_cache`, where rotary_seqlens, cu_seqlens_q and
+    cu_seqlens_k_new have these names too. max_seqlen_q is not needed. With page_table cos and sin
+    have a position for each key that the table has room for.
 
     Returns:
-        out (B, Sq, Hq, Dv). With return_softmax_lse (out, softmax_lse, out_accum,
+        out (B, Sq, Hq, Dv), or packed. With return_softmax_lse (out, softmax_lse, out_accum,
         softmax_lse_accum), softmax_lse (B, Hq, Sq); the last two, FlashAttention-3's results of
         splits, are always of shape (0,).
 
     Raises:
-        NotImplementedError: an argument that is not supported is given.
+        NotImplementedError: qv or attention_chunk is given.
         ValueError, RuntimeError: an argument is wrong.
 
     Examples:
@@ -284,23 +309,19 @@ def flash_attn_with_kvcache(
         >>> flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=7).shape
         torch.Size([2, 1, 4, 16])
     """
-    refuse_given(
-        qv=qv,
-        rotary_cos=rotary_cos,
-        rotary_sin=rotary_sin,
-        cache_batch_idx=cache_batch_idx,
-        cache_leftpad=cache_leftpad,
-        page_table=page_table,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k_new=cu_seqlens_k_new,
-        rotary_seqlens=rotary_seqlens,
-    )
-    check_cache(q, k_cache, v_cache, k, v)
+    refuse_given(qv=qv)
+    call = checked_call(
+        q, k_cache, v_cache, k, v, all_angles=page_table is not None, cache_seqlens=cache_seqlens,
+        page_table=page_table, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new, rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved, rotary_seqlens=rotary_seqlens,
+    )  # fmt: skip
+    seqlen_q = max_seqlen_q if cu_seqlens_q is not None else q.shape[1]
     options = _options_of(
         softmax_scale, causal, window_size, attention_chunk, softcap,
-        (q_descale, k_descale, v_descale), q.shape[1], k_cache.shape[1],
+        (q_descale, k_descale, v_descale), seqlen_q, call.capacity,
     )  # fmt: skip
-    out, lse, _ = attend_to_cache(q, k_cache, v_cache, k, v, cache_seqlens, options)
+    out, lse, _ = run_with_cache(call, options)
     return (out, lse, lse.new_empty(0), lse.new_empty(0)) if return_softmax_lse else out
 
 

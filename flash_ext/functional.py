@@ -175,7 +175,9 @@ def with_options(names: Iterable[str], *known: Callable[..., Any]) -> Callable[[
 
     def decorate(function: _F) -> _F:
         *own, _ = inspect.signature(function).parameters.values()
-        signature = inspect.Signature([*own, *(defaults[name] for name in names)])
+        kind = inspect.Parameter.KEYWORD_ONLY
+        more = [defaults[name].replace(name=name, kind=kind) for name in names]
+        signature = inspect.Signature([*own, *more])
         function.__signature__ = signature  # type: ignore[attr-defined]
         return function
 

@@ -151,6 +151,28 @@ def combine() -> None:
     torch.cuda.synchronize()
 
 
+def append() -> None:
+    """New keys into caches: pages and dense, packed and not, rotated, with places outside."""
+    for dim, half, dtype in ((64, 16, torch.bfloat16), (40, 10, torch.float16), (32, 0, FP8)):
+        new, q = torch.randn(3, 5, 2, dim), to_device(torch.randn(3, 4, 6, dim).to(dtype))
+        k, v = (to_device(new.to(dtype)) for _ in range(2))
+        held = to_device(torch.tensor([0, 14, -3], dtype=torch.int32))
+        table = to_device(torch.tensor([[4, -1, 0], [99, 1, 2], [3, 5, 5]], dtype=torch.int32))
+        edges = to_device(torch.tensor([0, 4, 4, 14], dtype=torch.int32))
+        angles = to_device(torch.randn(16, max(half, 1)))
+        for packed, in_pages, interleaved in itertools.product((False, True), repeat=3):
+            caches = [to_device(torch.zeros(6, 6, 2, dim).to(dtype)) for _ in range(2)]
+            options = {"page_table": table} if in_pages else {}
+            rows = [x.flatten(0, 1) if packed else x for x in (k, v)]
+            if packed:
+                options["cu_seqlens_k"] = edges
+            if half > 0:
+                options |= {"q": q, "rotary_cos": angles, "rotary_sin": angles}
+                options["rotary_interleaved"] = interleaved
+            torch.ops.flash_ext.append_kv(*caches, *rows, held, **options)
+    torch.cuda.synchronize()
+
+
 def wild_offsets() -> Iterator[tuple[Inputs, Problem, str, bool]]:
     """Offsets of q, of k and of both that do not start at 0, fall, or lie far outside."""
     far = 2**31 - 1
@@ -203,6 +225,7 @@ if __name__ == "__main__":
         if variants()[-1] == "fa3":
             quantize_all()
         combine()
+        append()
         if "memcheck" in sys.argv:
             for case in wild_offsets():
                 run(*case)

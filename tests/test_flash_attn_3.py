@@ -293,14 +293,7 @@ def test_combine_adds_up_attention_to_some_keys_each() -> None:
         ("qkvpacked_func", "attention_chunk", 4),
         ("varlen_func", "qv", torch.zeros(6, 4, 16)),
         ("varlen_func", "attention_chunk", 4),
-        ("varlen_func", "seqused_q", torch.ones(2).int()),
-        *(
-            ("with_kvcache", name, torch.ones(2).int())
-            for name in (
-                "qv", "rotary_cos", "rotary_sin", "cache_batch_idx", "cache_leftpad", "page_table",
-                "cu_seqlens_q", "cu_seqlens_k_new", "rotary_seqlens",
-            )
-        ),
+        ("with_kvcache", "qv", torch.zeros(2, 3, 4, 16)),
         ("with_kvcache", "attention_chunk", 4),
     ],
 )  # fmt: skip
@@ -327,6 +320,10 @@ def test_what_is_missing_is_refused_by_name(function: str, name: str, value: Any
         ({"cache_seqlens": 10}, "cache_seqlens must be 0 to 9"),
         ({"cache_seqlens": None}, "cache_seqlens must be given"),
         ({"q": torch.zeros(3, 4, 16)}, "q must be of shape"),
+        ({"page_table": torch.zeros(1, 1).int()}, "page_table must be int32 of shape"),
+        ({"cu_seqlens_q": torch.zeros(3).int()}, "q must be of shape"),
+        ({"cu_seqlens_k_new": torch.zeros(3).int()}, "k must be of shape"),
+        ({"rotary_seqlens": torch.zeros(2).int()}, "rotary_seqlens must be None without"),
         ({"softmax_scale": math.inf}, "scale must be"),
         ({"window_size": 128}, "window_size must be a pair"),
     ],

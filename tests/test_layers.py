@@ -141,7 +141,7 @@ def test_names_on_pages_for_readers_exist(page: str) -> None:
 
 PYTHON_LAYERS = (
     ("ops", "dropout", "timing"),
-    ("cpu", "functional"),
+    ("cpu", "functional", "cache"),
     ("reference", "explanation", "flash_attn", "flash_attn_interface", "fp8", "integrations"),
     ("__init__", "__main__", "bench"),
 )

@@ -1,3 +1,4 @@
+#include "kernels/common/append_kv.cuh"
 #include "kernels/common/backward_preprocess.cuh"
 #include "kernels/common/bias_gradient.cuh"
 #include "kernels/common/combine.cuh"

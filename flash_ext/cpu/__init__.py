@@ -4,7 +4,7 @@ They are for reading and for testing: `tiled` has the papers' algorithms line by
 for 8-bit inputs, `tiling` cuts a call into tiles, `mask`, `sequences` and `descales` say which keys
 are visible and what 8-bit numbers stand for, and `checks` refuses wrong arguments. `quantize` is
 quantization to 8 bits, `sum_rows` adds up what several calls have written, `into` writes into given
-tensors.
+tensors, `append_kv` into a cache.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from ..ops.options import QK_8_BITS, VARIANTS, BackwardTensors, Options
 from ..ops.schemas import library
 from ..ops.torch_private import below_autocast
+from . import append_kv as append_kv
 from . import into as into
 from . import quantize as quantize
 from . import refusals as refusals

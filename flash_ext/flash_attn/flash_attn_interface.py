@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops.checks import Pair, require_tensors
-from .cache import attend_to_cache, check_cache
+from ..cache import CacheCall, run_with_cache
+from ..ops.checks import Pair, refuse, require_ints, require_tensors
+from .cache import checked_call
 from .low_level import _flash_attn_backward as _flash_attn_backward
 from .low_level import _flash_attn_forward as _flash_attn_forward
 from .low_level import _flash_attn_varlen_backward as _flash_attn_varlen_backward
 from .low_level import _flash_attn_varlen_forward as _flash_attn_varlen_forward
-from .shared import attend, options_of, refuse_given, to_flash_attn_lse, unpack
+from .shared import attend, options_of, to_flash_attn_lse, unpack
 
 
 def _run(
@@ -111,6 +112,19 @@ def flash_attn_qkvpacked_func(
     return _run(q, k, v, None, dropout_p, deterministic, return_attn_probs, options)
 
 
+def _call_of_pages(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, block_table: Tensor
+) -> CacheCall:
+    require_tensors(q=q, cu_seqlens_q=cu_seqlens_q)
+    batch = cu_seqlens_q.numel() - 1
+    require_ints("block_table", block_table, (batch, "pages"), q)
+    require_ints("cu_seqlens_k", cu_seqlens_k, (batch + 1,), q)
+    return checked_call(
+        q, k, v, None, None, all_angles=False, cu_seqlens_q=cu_seqlens_q, page_table=block_table,
+        cache_seqlens=cu_seqlens_k.diff(),
+    )  # fmt: skip
+
+
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -134,7 +148,9 @@ def flash_attn_varlen_func(
     Args:
         k, v: (total_k, Hk, D) and (total_k, Hk, Dv).
         cu_seqlens_q, cu_seqlens_k: int32 (B + 1), the bounds of the sequences.
-        block_table: a paged cache is not supported: anything but None raises NotImplementedError.
+        block_table: int32 (B, pages of a sequence): k and v are pages, as of
+            `flash_ext.attention_with_cache`, and of cu_seqlens_k only the differences count. No
+            gradients, and no dropout.
 
     Examples:
         >>> from flash_ext.flash_attn import flash_attn_varlen_func
@@ -143,9 +159,16 @@ def flash_attn_varlen_func(
         >>> flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 5, 5, causal=True).shape
         torch.Size([8, 4, 16])
     """
-    refuse_given(block_table=block_table)
     options = options_of(softmax_scale, causal, window_size, softcap, alibi_slopes, max_seqlen_k)
     cu_seqlens = (cu_seqlens_q, cu_seqlens_k)
+    if block_table is not None:
+        if dropout_p != 0:
+            refuse("dropout_p", "0 with block_table", dropout_p)
+        call = _call_of_pages(q, k, v, *cu_seqlens, block_table)
+        out, lse, keys = run_with_cache(call, options)
+        if not return_attn_probs:
+            return out
+        return out, to_flash_attn_lse(lse, keys, cu_seqlens, options), q.new_empty(0)
     return _run(q, k, v, cu_seqlens, dropout_p, deterministic, return_attn_probs, options)
 
 
@@ -233,19 +256,21 @@ def flash_attn_with_kvcache(
 
     Args:
         k_cache, v_cache: (Bc, Sc, Hk, D) and (Bc, Sc, Hk, Dv), Bc at least B: the first B are used.
+            With block_table pages, (pages, page size, Hk, D) and (…, Dv), of any page size.
         k, v: (B, S_new, Hk, D) and (B, S_new, Hk, Dv), both or neither: written in place after the
-            first cache_seqlens keys, and seen by q. On CUDA rows past Sc fail in the device. A call
-            that raises has written nothing, unless it was compiled.
+            first cache_seqlens keys, and seen by q. On CUDA rows without a place in the cache are
+            not written. A call that raises has written nothing, unless it was compiled.
         cache_seqlens: how many keys the cache holds: an int, or int32 (B). None is all, without k.
-        rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table: not supported.
-        rotary_interleaved, num_splits: have no effect: nothing is rotated, and the number of
-            splits of the keys is chosen for each call.
+        rotary_cos, rotary_sin, rotary_interleaved, cache_batch_idx, cache_leftpad: as of
+            `flash_ext.attention_with_cache`; rotary_dim may be any even number. cos and sin have a
+            position for each key of the cache.
+        block_table: page_table there; not with cache_batch_idx or cache_leftpad.
+        num_splits: has no effect: the number of splits of the keys is chosen for each call.
 
     Returns:
         out (B, Sq, Hq, Dv), with return_softmax_lse (out, softmax_lse), softmax_lse (B, Hq, Sq).
 
     Raises:
-        NotImplementedError: an argument that is not supported is given.
         ValueError, RuntimeError: an argument is wrong.
 
     Examples:
@@ -256,17 +281,19 @@ def flash_attn_with_kvcache(
         >>> out.shape, torch.equal(k_cache[:, 7:8], k)
         (torch.Size([2, 1, 4, 16]), True)
     """
-    refuse_given(
-        rotary_cos=rotary_cos,
-        rotary_sin=rotary_sin,
-        cache_batch_idx=cache_batch_idx,
-        cache_leftpad=cache_leftpad,
-        block_table=block_table,
-    )
-    check_cache(q, k_cache, v_cache, k, v)
-    capacity = k_cache.shape[1]
-    options = options_of(softmax_scale, causal, window_size, softcap, alibi_slopes, capacity)
-    out, lse, keys = attend_to_cache(q, k_cache, v_cache, k, v, cache_seqlens, options)
+    if block_table is not None:
+        for name, x in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
+            if x is not None:
+                refuse(name, "None with block_table", "a tensor")
+        require_tensors(q=q)
+        require_ints("block_table", block_table, (q.shape[0], "pages"), q)
+    call = checked_call(
+        q, k_cache, v_cache, k, v, all_angles=True, cache_seqlens=cache_seqlens,
+        page_table=block_table, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad,
+        rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved,
+    )  # fmt: skip
+    options = options_of(softmax_scale, causal, window_size, softcap, alibi_slopes, call.capacity)
+    out, lse, keys = run_with_cache(call, options)
     if not return_softmax_lse:
         return out
     return out, to_flash_attn_lse(lse, keys, None, options)

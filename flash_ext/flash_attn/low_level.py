@@ -31,11 +31,10 @@ from torch import Tensor
 
 from .. import ops
 from ..functional import attention_options
-from ..ops.checks import refuse, require_tensors, statistics_dtype
+from ..ops.call import no_autocast
+from ..ops.checks import check_rows, refuse, require_tensors, statistics_dtype
 from .shared import (
-    check_rows,
     from_flash_attn_lse,
-    no_autocast,
     options_of,
     refuse_given,
     rows_contiguous,

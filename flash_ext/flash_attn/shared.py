@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from .. import ops
 from ..functional import attention, attention_varlen
+from ..ops.call import AS_IT_IS, no_autocast
 from ..ops.checks import Pair, require_number, require_pair, require_tensors
 
 
@@ -139,23 +139,3 @@ def from_flash_attn_lse(
     lse = lse.masked_fill(lse == math.inf, -math.inf)
     shift = _lse_shift(lse, seqlen_k, cu_seqlens, options)
     return (lse if shift is None else lse - shift).contiguous()
-
-
-def check_rows(name: str, x: Tensor, shape: tuple[int | str, ...], q: Tensor) -> None:
-    """Check the shape of x, where words stand for any size, and that it is like q."""
-    require_tensors(**{name: x})
-    same = x.dim() == len(shape) and all(
-        isinstance(size, str) or size == found for size, found in zip(shape, x.shape, strict=True)
-    )
-    if not same or x.dtype != q.dtype or x.device != q.device:
-        wanted = f"of shape ({', '.join(map(str, shape))}), {q.dtype}, on {q.device}, like q"
-        got = f"{tuple(x.shape)}, {x.dtype}, on {x.device}"
-        raise ValueError(f"flash_ext: {name} must be {wanted}, got {got}")
-
-
-AS_IT_IS = nullcontext()
-
-
-def no_autocast(q: Tensor) -> AbstractContextManager[Any]:
-    """Within it q's device has no autocast."""
-    return torch.autocast(q.device.type, enabled=False) if ops.autocasts(q) else AS_IT_IS

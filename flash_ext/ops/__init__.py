@@ -26,6 +26,7 @@ options are `flash_ext.ops.options.Options`.
     quantize       the ops of quantization to FP8, from schema to fake kernel
     into           `fwd` and `bwd` that write into given tensors, from schema to fake kernel
     sum_rows       the ops that add up what several calls have written, from schema to fake kernel
+    append_kv      the op that writes new keys and values into a cache, from schema to fake kernel
     binary         the CUDA kernels, which come from `_C.abi3.so`, if it was built
     checks         of arguments in Python
     torch_private  every private name of torch, and the fallback without it
@@ -38,6 +39,7 @@ from . import flops, vmap
 from . import into as into
 from . import node as node  # whose ops the binary has kernels for
 from . import quantize as quantize
+from .append_kv import append_kv
 from .autograd import SUBCLASS_MODULES, register_subclasses
 from .binary import Build, checksum_agrees, cuda_build, cuda_missing, cuda_targets
 from .call import autocasts, forward, is_real
@@ -51,6 +53,7 @@ flops.register(bwd.overloadpacket, flops.bwd_flops)
 __all__ = [
     "SUBCLASS_MODULES",
     "Build",
+    "append_kv",
     "autocasts",
     "bwd",
     "check",

@@ -121,7 +121,7 @@ def _load_binary() -> str | None:
 
 
 _record = _read_record() if _BINARY.exists() else {}
-cuda_missing = _load_binary()
+cuda_missing: str | None = _load_binary()
 """The state of the CUDA kernels, and what to do; None if they are loaded."""
 
 
@@ -168,6 +168,7 @@ if cuda_missing is not None:
         "combine_parts",
         "sum_rows",
         "copy_rows",
+        "append_kv",
         "fwd_into",
         "bwd_into",
     ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -34,6 +35,14 @@ def is_real(x: Tensor) -> bool:
 def autocasts(x: Tensor) -> bool:
     """Whether autocast is on for x's device. (torch knows no autocast for meta.)"""
     return in_autocast() and not x.is_meta and torch.is_autocast_enabled(x.device.type)
+
+
+AS_IT_IS = nullcontext()
+
+
+def no_autocast(q: Tensor) -> AbstractContextManager[Any]:
+    """Within it q's device has no autocast."""
+    return torch.autocast(q.device.type, enabled=False) if autocasts(q) else AS_IT_IS
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, *, need_lse: bool = True, **options: Any) -> Any:

@@ -116,3 +116,37 @@ def require_one_device(q: Tensor, **others: object) -> None:
     for name, x in others.items():
         if isinstance(x, Tensor):
             require_device(name, x, q)
+
+
+def _has_shape(x: Tensor, shape: tuple[int | str, ...]) -> bool:
+    """Words stand for any size."""
+    return x.dim() == len(shape) and all(
+        isinstance(size, str) or size == found for size, found in zip(shape, x.shape, strict=True)
+    )
+
+
+def require_ints(name: str, x: Tensor, shape: tuple[int | str, ...], q: Tensor) -> None:
+    """Refuse all but int32 of a shape, in which words stand for any size, on q's device."""
+    require_tensors(**{name: x})
+    if x.dtype != torch.int32 or not _has_shape(x, shape) or x.device != q.device:
+        words = ", ".join(map(str, shape)) + "," * (len(shape) == 1)
+        got = f"{x.dtype} of shape {tuple(x.shape)}, on {x.device}"
+        refuse(name, f"int32 of shape ({words}), on {q.device}", got)
+
+
+def check_rows(
+    name: str,
+    x: Tensor,
+    shape: tuple[int | str, ...],
+    q: Tensor,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Check the shape of x, where words stand for any size, and that it is on q's device, in this
+    dtype or q's."""
+    require_tensors(**{name: x})
+    dtype = q.dtype if dtype is None else dtype
+    if not _has_shape(x, shape) or x.dtype != dtype or x.device != q.device:
+        like = ", like q" if dtype == q.dtype else ""
+        wanted = f"of shape ({', '.join(map(str, shape))}), {dtype}, on {q.device}{like}"
+        got = f"{tuple(x.shape)}, {x.dtype}, on {x.device}"
+        raise ValueError(f"flash_ext: {name} must be {wanted}, got {got}")

@@ -1,0 +1,575 @@
+"""Attention to a cache of keys and values, for text that is generated token by token.
+
+`flash_ext.attention_with_cache` writes new keys and values into the cache, rotated by their
+positions, and attends to it. `flash_ext.attention_with_shared_prefix` attends also to a prefix that
+all sequences share, and reads it once for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, NamedTuple, TypedDict, overload
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+from torch.fx import Proxy
+from typing_extensions import Unpack
+
+from . import ops
+from .cpu.checks import check_offsets
+from .functional import attention_options, recorded, unknown_option, with_options
+from .ops.call import no_autocast
+from .ops.checks import (
+    Pair,
+    check_rows,
+    refuse,
+    refuse_gradients,
+    require_ints,
+    require_tensors,
+)
+from .ops.options import FP8, QK_8_BITS
+
+
+class _CacheTensors(TypedDict, total=False):
+    cache_seqlens: int | Tensor | None
+    page_table: Tensor | None
+    cache_batch_idx: Tensor | None
+    cache_leftpad: Tensor | None
+    cu_seqlens_q: Tensor | None
+    k: Tensor | None
+    v: Tensor | None
+    cu_seqlens_k_new: Tensor | None
+    rotary_cos: Tensor | None
+    rotary_sin: Tensor | None
+    rotary_interleaved: bool
+    rotary_seqlens: Tensor | None
+
+
+class _PlainOptions(TypedDict, total=False):
+    scale: float | None
+    causal: bool
+    softcap: float
+    sink: Tensor | None
+    variant: str
+
+
+class CacheArguments(_CacheTensors, _PlainOptions, total=False):
+    """The keyword arguments of `attention_with_cache`, except return_lse."""
+
+    window: Pair
+    alibi_slopes: Tensor | None
+    q_descale: Tensor | None
+    k_descale: Tensor | None
+    v_descale: Tensor | None
+    out_dtype: torch.dtype | None
+
+
+class PrefixArguments(_CacheTensors, _PlainOptions, total=False):
+    """The same of `attention_with_shared_prefix`, without the prefix: no distances between
+    positions, no 8 bits."""
+
+
+class Keys(NamedTuple):
+    """The keys and values that queries see, as `torch.ops.flash_ext.fwd` takes them."""
+
+    k: Tensor
+    v: Tensor
+    page_table: Tensor | None
+    seqused_k: Tensor | None
+
+    def options(self) -> dict[str, Tensor]:
+        """Of fwd."""
+        given = {"page_table": self.page_table, "seqused_k": self.seqused_k}
+        return {name: x for name, x in given.items() if x is not None}
+
+
+class CacheCall(NamedTuple):
+    """The arguments of `attention_with_cache`, which describes them, but for its options."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    cache_seqlens: int | Tensor | None = None
+    page_table: Tensor | None = None
+    cache_batch_idx: Tensor | None = None
+    cache_leftpad: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    k: Tensor | None = None
+    v: Tensor | None = None
+    cu_seqlens_k_new: Tensor | None = None
+    rotary_cos: Tensor | None = None
+    rotary_sin: Tensor | None = None
+    rotary_interleaved: bool = False
+    rotary_seqlens: Tensor | None = None
+
+    @property
+    def batch(self) -> int:
+        """B."""
+        return self.q.shape[0] if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
+
+    @property
+    def capacity(self) -> int:
+        """The keys that a sequence can have."""
+        pages = 1 if self.page_table is None else self.page_table.shape[1]
+        return pages * self.k_cache.shape[1]
+
+    def check(self) -> None:
+        """Refuse wrong tensors. The ops' own checks follow; they would name k and v, which mean
+        other tensors to the caller."""
+        q, packed = self.q, self.cu_seqlens_q is not None
+        if self.cu_seqlens_q is not None:
+            require_tensors(cu_seqlens_q=self.cu_seqlens_q)
+            if self.cu_seqlens_q.dim() != 1 or self.cu_seqlens_q.shape[0] == 0:
+                refuse("cu_seqlens_q", "of shape (batch + 1)", tuple(self.cu_seqlens_q.shape))
+        rows = ("total_q",) if packed else ("batch", "seqlen_q")
+        check_rows("q", q, (*rows, "heads_q", "head_dim"), q)
+        self._check_caches()
+        batch = self.batch
+        for name, shape in (
+            ("page_table", ("batch" if self.cache_batch_idx is not None else batch, "pages")),
+            ("cache_batch_idx", (batch,)),
+            ("cache_leftpad", (batch,)),
+            ("cu_seqlens_k_new", (batch + 1,)),
+            ("rotary_seqlens", (batch,)),
+        ):
+            if (x := getattr(self, name)) is not None:
+                require_ints(name, x, shape, q)
+        if self.page_table is not None and self.k_cache.shape[1] == 0:
+            refuse("k_cache", "of pages with at least one row", tuple(self.k_cache.shape))
+        self._check_new()
+        if _is_readable(q):
+            self._check_places()
+
+    def _check_caches(self) -> None:
+        q, k_cache = self.q, self.k_cache
+        paged = self.page_table is not None
+        rows: tuple[int | str, ...] = ("pages", "page_size") if paged else ("batch", "seqlen_k")
+        rows = (*rows, "heads_k", q.shape[-1])
+        require_tensors(k_cache=k_cache)
+        of_8_bits = k_cache.dtype in QK_8_BITS and q.dtype not in QK_8_BITS
+        dtype = k_cache.dtype if of_8_bits else q.dtype
+        for name, cache in (("k_cache", k_cache), ("v_cache", self.v_cache)):
+            check_rows(name, cache, rows, q, dtype)
+            rows = (*cache.shape[:3], "head_dim_v")
+            dtype = FP8 if q.dtype == torch.int8 else dtype
+            if not paged and self.cache_batch_idx is None and cache.shape[0] < self.batch:
+                wanted = f"of a batch of at least {self.batch}, like q's"
+                refuse(name, wanted, tuple(cache.shape))
+            if cache.shape[-1] > 1 and cache.stride(-1) != 1:
+                refuse(name, "contiguous in its last dimension", f"strides {cache.stride()}")
+
+    def _check_new(self) -> None:
+        q, k, v = self.q, self.k, self.v
+        if (k is None) != (v is None):
+            raise ValueError("flash_ext: k and v must be given together, got one of them")
+        rotary = {name: getattr(self, name) for name in ("rotary_cos", "rotary_sin")}
+        if k is None or v is None:
+            for name in (*rotary, "rotary_seqlens", "cu_seqlens_k_new"):
+                if getattr(self, name) is not None:
+                    refuse(name, "None without k and v, which are written", "a tensor")
+            return
+        packed = self.cu_seqlens_k_new is not None
+        rows: tuple[int | str, ...] = ("total_new",) if packed else (self.batch, "seqlen_new")
+        check_rows("k", k, (*rows, *self.k_cache.shape[2:]), q, self.k_cache.dtype)
+        rows = k.shape[:-2]
+        check_rows("v", v, (*rows, *self.v_cache.shape[2:]), q, self.v_cache.dtype)
+        given = [name for name, x in rotary.items() if x is not None]
+        if len(given) == 1:
+            refuse("rotary_cos and rotary_sin", "given together", f"{given[0]} alone")
+        if not given and self.rotary_seqlens is not None:
+            refuse("rotary_seqlens", "None without rotary_cos", "a tensor")
+        for name in given:
+            require_tensors(**{name: rotary[name]})
+
+    def _check_places(self) -> None:
+        """Refuse tables and paddings with wrong numbers, which are at hand on a CPU."""
+        index, leftpad = self.cache_batch_idx, self.cache_leftpad
+        if index is not None:
+            rows = (self.k_cache if self.page_table is None else self.page_table).shape[0]
+            if not all(0 <= n < rows for n in index.tolist()):
+                refuse("cache_batch_idx", f"0 to {rows - 1}", index.tolist())
+        if leftpad is not None and not all(n >= 0 for n in leftpad.tolist()):
+            refuse("cache_leftpad", "at least 0", leftpad.tolist())
+        if self.cu_seqlens_k_new is not None and self.k is not None:
+            check_offsets("cu_seqlens_k_new", self.cu_seqlens_k_new, self.k.shape[0])
+
+    def new_keys(self) -> int | Tensor:
+        """How many keys are written: of each sequence, or (B)."""
+        if self.cu_seqlens_k_new is not None:
+            return self.cu_seqlens_k_new.diff()
+        return 0 if self.k is None else self.k.shape[1]
+
+    def lengths(self) -> Tensor | None:
+        """Check and return cache_seqlens as a contiguous int32 (B), with room for the new keys."""
+        held, new, q = self.cache_seqlens, self.new_keys(), self.q
+        if held is None:
+            if self.k is not None:
+                raise ValueError("flash_ext: cache_seqlens must be given with k and v, got None")
+            return None
+        if isinstance(held, Tensor):
+            require_ints("cache_seqlens", held, (self.batch,), q)
+        elif not isinstance(held, int | torch.SymInt):
+            require_tensors(cache_seqlens=held)
+        if isinstance(held, Tensor) and not _is_readable(held):
+            return held.contiguous()
+        readable = isinstance(new, int | torch.SymInt) or _is_readable(new)
+        of_each = [held] * self.batch if not isinstance(held, Tensor) else held.tolist()
+        if readable:
+            news = new.tolist() if isinstance(new, Tensor) else [new] * self.batch
+            for n, more in zip(of_each, news, strict=True):
+                room = self.capacity - more
+                if not 0 <= n <= room:
+                    wanted = f"0 to {room}, of a cache of {self.capacity} for {more} new keys"
+                    got = held.tolist() if isinstance(held, Tensor) else held
+                    refuse("cache_seqlens", wanted, got)
+        if isinstance(held, Tensor):
+            return held.contiguous()
+        return torch.full((self.batch,), held, dtype=torch.int32, device=q.device)
+
+    def table(self) -> Tensor | None:
+        """Where the keys of each sequence are: a dense cache with an index has one page for each of
+        its batch elements. None: sequence b has page b alone."""
+        table, index = self.page_table, self.cache_batch_idx
+        if table is None:
+            return None if index is None else index[:, None]
+        if index is not None:
+            table = table.index_select(0, index)
+        return table if table.stride(-1) == 1 else table.contiguous()
+
+    def keys(self, lengths: Tensor | None) -> Keys:
+        """What queries see, after the new keys were written."""
+        k, v, table, batch = self.k_cache, self.v_cache, self.table(), self.batch
+        used = lengths if lengths is None else lengths + self.new_keys()
+        if table is None and self.cu_seqlens_q is None and self.cache_leftpad is None:
+            return Keys(k[:batch], v[:batch], None, used)
+        places: dict[str, Any] = {"dtype": torch.int32, "device": k.device}
+        if table is None:
+            table = torch.arange(batch, **places)[:, None]
+        if used is None:
+            used = torch.full((batch,), self.capacity, **places)
+        if self.cache_leftpad is None:
+            return Keys(k, v, table, used)
+        # The keys after the padding, as pages of one key.
+        size, columns = k.shape[1], table.shape[1]
+        positions = torch.arange(columns * size, **places) + self.cache_leftpad[:, None]
+        page = table.gather(1, (positions // size).clamp(max=columns - 1).long())
+        k, v = (x.reshape(-1, 1, *x.shape[2:]) for x in (k, v))
+        used = (used - self.cache_leftpad).clamp(min=0)
+        return Keys(k, v, page * size + positions % size, used)
+
+    def append(self, lengths: Tensor | None, options: Mapping[str, Any]) -> Tensor:
+        """Write k and v into the cache. Returns q, rotated if they are.
+
+        Args:
+            options: of fwd. With causal or a window each query has its own position;
+                otherwise all have the first one's.
+        """
+        if self.k is None or lengths is None:
+            return self.q
+        window = max(options.get(f"window_{side}", -1) for side in ("left", "right"))
+        return self._written(lengths, bool(options.get("causal")) or window >= 0)
+
+    def _written(self, lengths: Tensor, moves: bool) -> Tensor:
+        options: dict[str, Any] = {
+            "page_table": self.table(),
+            "cu_seqlens_k": self.cu_seqlens_k_new,
+        }
+        if self.rotary_cos is not None and self.rotary_sin is not None:
+            options |= {
+                "q": self.q,
+                "cu_seqlens_q": self.cu_seqlens_q,
+                "rotary_cos": self.rotary_cos.contiguous(),
+                "rotary_sin": self.rotary_sin.contiguous(),
+                "rotary_seqlens": self.rotary_seqlens,
+                "rotary_interleaved": self.rotary_interleaved,
+                "q_at_one_position": not moves,
+            }
+        options = {name: x for name, x in options.items() if x is not None}
+        rotated = ops.append_kv(self.k_cache, self.v_cache, self.k, self.v, lengths, **options)
+        return rotated if "q" in options else self.q
+
+
+def _is_readable(x: Tensor) -> bool:
+    """Whether numbers can be looked at without a wait for a device."""
+    return not x.is_cuda and not is_compiling() and ops.is_real(x)
+
+
+def _call_of(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, arguments: Mapping[str, Any], names: Iterable[str]
+) -> tuple[CacheCall, dict[str, Any]]:
+    """The call, and its options. Raises TypeError for a name that the function does not have."""
+    for name in arguments:
+        if name not in names:
+            raise unknown_option(name)
+    of_call = {name: x for name, x in arguments.items() if name in CacheCall._fields}
+    options = {name: x for name, x in arguments.items() if name not in of_call}
+    caches: dict[str, Any] = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
+    refuse_gradients(**caches, k=of_call.get("k"), v=of_call.get("v"))
+    return CacheCall(**caches, **of_call), options
+
+
+def _run(
+    call: CacheCall, options: Mapping[str, Any], need_lse: bool
+) -> tuple[Tensor, Keys, Tensor, Tensor]:
+    """Of a checked call: write and attend. q as it was rotated, the keys that it has seen, out and
+    lse."""
+    lengths = call.lengths()
+    keys = call.keys(lengths)
+    k_descale = options.get("k_descale")
+    if call.cache_leftpad is not None and k_descale is not None and k_descale.dim() == 3:
+        refuse("k_descale", "one number or (B, Hk) with cache_leftpad", "descales of blocks")
+    with no_autocast(call.q):
+        given = attention_options(call.q, cu_seqlens_q=call.cu_seqlens_q, **options)
+        given |= keys.options()
+        if call.k is not None and not is_compiling() and ops.is_real(call.q):
+            # Where the device can be read. A refusal comes before anything is written.
+            ops.check(call.q, keys.k, keys.v, **given)
+        q = call.append(lengths, given)
+        if call.k is not None and call.cache_leftpad is not None:
+            keys = call.keys(lengths)  # again: pages of one key may be a copy
+        return q, keys, *ops.forward(q, keys.k, keys.v, need_lse=need_lse, **given)
+
+
+def run_with_cache(
+    call: CacheCall, options: Mapping[str, Any]
+) -> tuple[Tensor, Tensor, int | Tensor]:
+    """`attention_with_cache` of a checked call, for the functions of flash-attn: out, lse, and how
+    many keys the sequences have: of all, or (B)."""
+    _, keys, out, lse = _run(call, options, need_lse=True)
+    return out, lse, call.capacity if keys.seqused_k is None else keys.seqused_k
+
+
+@overload
+def attention_with_cache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    **arguments: Unpack[CacheArguments],
+) -> Tensor: ...
+
+
+@overload
+def attention_with_cache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    return_lse: Literal[True],
+    **arguments: Unpack[CacheArguments],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@with_options(CacheArguments.__annotations__, attention_options, CacheCall)
+def attention_with_cache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    return_lse: bool = False,
+    **arguments: Unpack[CacheArguments],
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`attention` to a cache of keys and values, into which new ones are written first.
+
+    Lengths, tables and positions stay on the device, so a CUDA graph can be replayed with others,
+    and `torch.compile` finds no break. There are no gradients. `flash_ext.explain` says which
+    variant runs: `explain(q, k_cache, v_cache, page_table=page_table, seqused_k=cache_seqlens)`.
+
+    All arguments are checked before anything is written. On CUDA numbers in tensors are not looked
+    at: a new key whose place is not in the cache is not written, and tables are never followed
+    outside of it. Compiled, the ops check their arguments in their order: a call may write, and
+    then raise.
+
+    Args:
+        q: queries (B, Sq, Hq, D), or with cu_seqlens_q packed, (total_q, Hq, D).
+        k_cache, v_cache: (Bc, Sc, Hk, D) and (Bc, Sc, Hk, Dv), Bc at least B: the first B elements
+            are used. With page_table (pages, page size, Hk, D) and (…, Dv), of any page size. Of
+            q's dtype, or of 8 bits, as k and v of `attention`.
+        cache_seqlens: how many keys each sequence has in the cache: an int, or int32 (B). None is
+            all that it can have, without k.
+        page_table: int32 (B, pages of a sequence): the pages of each sequence, in order. Entries
+            past its keys may hold anything, for example -1.
+        cache_batch_idx: int32 (B): which batch element of the cache, or row of page_table, is each
+            sequence's. None is the first B.
+        cache_leftpad: int32 (B): how many of its first keys a sequence does not see. Its keys are
+            then read as pages of one key. (A dense cache whose batch elements do not follow one
+            another in memory is copied for this.)
+        cu_seqlens_q: int32 (B + 1), as of `attention_varlen`.
+        k, v: the new keys and values, (B, S_new, Hk, D) and (…, Dv), of the caches' dtypes; with
+            cu_seqlens_k_new, int32 (B + 1), packed. They are written after the first cache_seqlens
+            keys, and q sees them.
+        rotary_cos, rotary_sin: (positions, R / 2), float32 or of q's dtype, with R ≤ D: the first R
+            columns of k and q are rotated by their positions (Su et al., "RoFormer", 2021). New key
+            i has position cache_seqlens + i. With causal or a window so has query i; otherwise all
+            queries have position cache_seqlens. A position without an angle gives NaN. Only with k.
+        rotary_interleaved: rotate columns 2i and 2i + 1 together. False: i and i + R / 2.
+        rotary_seqlens: int32 (B): the positions of the first rows, in place of cache_seqlens.
+        return_lse: return lse too.
+
+    The other options are as in `attention`. Sk is the number of keys that a sequence sees: causal
+    and windows are aligned with its last key, after the new ones were written. q of 8 bits
+    does not go with pages, as which a cache is also read with cache_batch_idx, cache_leftpad and
+    cu_seqlens_q.
+
+    Returns:
+        out (B, Sq, Hq, Dv), or packed (total_q, Hq, Dv); with return_lse (out, lse), as
+        `attention` and `attention_varlen` return them.
+
+    Raises:
+        ValueError, RuntimeError: an argument is wrong.
+        TypeError: an option that it does not have.
+
+    Examples:
+        >>> k_cache, v_cache = torch.zeros(2, 6, 16, 4, 16)  # 6 pages of 16 keys
+        >>> page_table = torch.tensor([[5, 1], [0, -1]], dtype=torch.int32)
+        >>> lengths = torch.tensor([20, 7], dtype=torch.int32)
+        >>> angles = torch.arange(32.0)[:, None] / 10 ** torch.arange(8)
+        >>> q, k, v = torch.randn(3, 2, 1, 4, 16)  # a new token each
+        >>> out = flash_ext.attention_with_cache(
+        ...     q, k_cache, v_cache, k=k, v=v, cache_seqlens=lengths, page_table=page_table,
+        ...     rotary_cos=angles.cos(), rotary_sin=angles.sin(), causal=True,
+        ... )
+        >>> out.shape, torch.equal(v_cache[[1, 0], [4, 7]], v[:, 0])
+        (torch.Size([2, 1, 4, 16]), True)
+    """
+    if isinstance(q, Proxy):
+        caches = (k_cache, v_cache)
+        return recorded(attention_with_cache, q, *caches, return_lse=return_lse, **arguments)
+    call, options = _call_of(q, k_cache, v_cache, arguments, CacheArguments.__annotations__)
+    call.check()
+    _, _, out, lse = _run(call, options, need_lse=return_lse)
+    return (out, lse) if return_lse else out
+
+
+def _prefix_keys(
+    call: CacheCall,
+    k_prefix: Tensor,
+    v_prefix: Tensor,
+    prefix_seqlen: int | Tensor | None,
+    prefix_page_table: Tensor | None,
+) -> tuple[Keys, Tensor]:
+    """The prefix as the keys of one sequence, and its length (1)."""
+    q, table = call.q, prefix_page_table
+    rows: tuple[int | str, ...] = ("seqlen",)
+    if table is not None:
+        require_ints("prefix_page_table", table, ("pages",), q)
+        rows = ("pages", "page_size")
+    check_rows("k_prefix", k_prefix, (*rows, call.k_cache.shape[2], q.shape[-1]), q)
+    check_rows("v_prefix", v_prefix, (*k_prefix.shape[:-1], call.v_cache.shape[3]), q)
+    longest = k_prefix.shape[0] if table is None else table.shape[0] * k_prefix.shape[1]
+    if isinstance(prefix_seqlen, Tensor):
+        require_ints("prefix_seqlen", prefix_seqlen, (1,), q)
+        length = prefix_seqlen.contiguous()
+        found = int(length) if _is_readable(length) else 0
+    else:
+        found = longest if prefix_seqlen is None else prefix_seqlen
+        length = torch.full((1,), found, dtype=torch.int32, device=q.device)
+    if not 0 <= found <= longest:
+        refuse("prefix_seqlen", f"0 to {longest}", found)
+    if table is None:
+        return Keys(k_prefix[None], v_prefix[None], None, length), length
+    return Keys(k_prefix, v_prefix, table.contiguous()[None], length), length
+
+
+@overload
+def attention_with_shared_prefix(
+    q: Tensor,
+    k_prefix: Tensor,
+    v_prefix: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    prefix_seqlen: int | Tensor | None = None,
+    prefix_page_table: Tensor | None = None,
+    return_lse: Literal[False] = False,
+    **arguments: Unpack[PrefixArguments],
+) -> Tensor: ...
+
+
+@overload
+def attention_with_shared_prefix(
+    q: Tensor,
+    k_prefix: Tensor,
+    v_prefix: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    prefix_seqlen: int | Tensor | None = None,
+    prefix_page_table: Tensor | None = None,
+    return_lse: Literal[True],
+    **arguments: Unpack[PrefixArguments],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@with_options(PrefixArguments.__annotations__, attention_options, CacheCall)
+def attention_with_shared_prefix(
+    q: Tensor,
+    k_prefix: Tensor,
+    v_prefix: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    prefix_seqlen: int | Tensor | None = None,
+    prefix_page_table: Tensor | None = None,
+    return_lse: bool = False,
+    **arguments: Unpack[PrefixArguments],
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`attention_with_cache` of sequences that begin with the same keys, for example a prompt.
+
+    The prefix is read once for all sequences, where separate caches would hold and read it for
+    each: all queries attend to it as to one sequence, then each to its own keys, and both results
+    are merged by their lse (Juravsky et al., "Hydragen", 2024).
+
+    Args:
+        q: (B, Sq, Hq, D), or with cu_seqlens_q packed. Every query sees the whole prefix.
+        k_prefix, v_prefix: (P, Hk, D) and (P, Hk, Dv), of q's dtype; or with prefix_page_table
+            pages, (pages, page size, Hk, D) and (…, Dv), perhaps in the memory of the caches.
+        k_cache, v_cache: the keys after the prefix, as of `attention_with_cache`.
+        prefix_seqlen: how many keys the prefix has: an int, or int32 (1). None is all.
+        prefix_page_table: int32 (pages of the prefix).
+
+    The rest is as of `attention_with_cache`, where cache_seqlens and the new keys count from the
+    end of the prefix. Positions count from its start, so unless rotary_seqlens is given it is
+    cache_seqlens and the prefix's length. Both results are rounded to q's dtype before the merge.
+
+    Returns:
+        out, or with return_lse (out, lse), as `attention_with_cache` returns them. Rows of packed
+        queries that belong to no sequence see the prefix alone.
+
+    Examples:
+        >>> k_prefix, v_prefix = torch.randn(2, 100, 4, 16)  # 100 keys, for both sequences
+        >>> k_cache, v_cache = torch.randn(2, 2, 32, 4, 16)
+        >>> q, k, v = torch.randn(3, 2, 1, 4, 16)
+        >>> flash_ext.attention_with_shared_prefix(
+        ...     q, k_prefix, v_prefix, k_cache, v_cache, k=k, v=v, cache_seqlens=7
+        ... ).shape
+        torch.Size([2, 1, 4, 16])
+    """
+    refuse_gradients(k_prefix=k_prefix, v_prefix=v_prefix)
+    call, options = _call_of(q, k_cache, v_cache, arguments, PrefixArguments.__annotations__)
+    call.check()
+    prefix, length = _prefix_keys(call, k_prefix, v_prefix, prefix_seqlen, prefix_page_table)
+    if call.rotary_cos is not None and call.rotary_seqlens is None:
+        begins = length + (0 if call.cache_seqlens is None else call.cache_seqlens)
+        call = call._replace(rotary_seqlens=begins.expand(call.batch).contiguous())
+    of_prefix = {name: x for name, x in options.items() if name not in ("causal", "sink")}
+    with no_autocast(q):
+        given = attention_options(q, **of_prefix) | prefix.options()
+        flat = q if q.dim() == 3 else q.flatten(0, 1)
+        if call.k is not None and not is_compiling() and ops.is_real(q):
+            ops.check(flat[None], prefix.k, prefix.v, **given)  # before anything is written
+        q, _, own, own_lse = _run(call, options, need_lse=True)
+        flat = q if q.dim() == 3 else q.flatten(0, 1)
+        shared, shared_lse = ops.forward(flat[None], prefix.k, prefix.v, **given)
+    if q.dim() == 3:
+        own, own_lse = own[None], own_lse[None]
+    else:
+        shared = shared.unflatten(1, q.shape[:2])[0]
+        shared_lse = shared_lse[0].unflatten(1, q.shape[:2]).transpose(0, 1)
+    out, lse = torch.empty_like(own), torch.empty_like(own_lse)
+    ops.combine_parts(out, lse, [shared, own], [shared_lse, own_lse], [0, 0])
+    if q.dim() == 3:
+        out, lse = out[0], lse[0]
+    return (out, lse) if return_lse else out

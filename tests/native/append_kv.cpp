@@ -1,0 +1,77 @@
+// kernels/common/append_kv.cuh as a Python module, for tests/test_append_kv.py. Threads run one
+// after another; numbers are bfloat16 and not rounded.
+#include "kernels/common/append_kv.cuh"
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <array>
+#include <functional>
+#include <vector>
+
+#include "device.h"
+
+namespace device {
+
+void note(Event, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t) {}
+void load_matrices(uint32_t (&)[4], uint32_t, bool) {}
+void store_matrices(uint32_t, const uint32_t (&)[4], bool) {}
+void launch(unsigned ctas, unsigned threads, size_t, std::function<void()> thread) {
+    for (blockIdx.x = 0; blockIdx.x < ctas; ++blockIdx.x)
+        for (threadIdx.x = 0; threadIdx.x < threads; ++threadIdx.x) thread();
+}
+
+}  // namespace device
+
+namespace flash_ext {
+namespace {
+
+template <class T>
+const T* pointer(uint64_t address) {
+    return reinterpret_cast<const T*>(address);
+}
+
+// Addresses and strides of a tensor.
+struct View {
+    uint64_t data;
+    std::array<int64_t, 3> strides;
+
+    operator TensorView() const {
+        return {reinterpret_cast<void*>(data), strides[0], strides[1], strides[2]};
+    }
+};
+
+AppendedRows rows(View from, View to, std::array<int, 3> sizes, uint64_t cu_seqlens,
+                  bool into_cache, bool rotated, bool at_one_position) {
+    return {from,       to,      sizes[0],       sizes[1], sizes[2], pointer<int>(cu_seqlens),
+            into_cache, rotated, at_one_position};
+}
+
+bool append(int bits, bool whole, const std::vector<int>& cache_seqlens, int64_t capacity,
+            uint64_t table, std::array<int64_t, 3> pages, uint64_t cos, uint64_t sin,
+            std::array<int, 2> angles, bool interleaved, const std::vector<int>& begins,
+            const std::vector<AppendedRows>& tensors) {
+    AppendKVParams params{};
+    params.element_type = bits == 8 ? ElementType::kInt8 : ElementType::kBFloat16;
+    params.whole = whole;
+    params.batch = static_cast<int>(cache_seqlens.size());
+    params.cache_seqlens = cache_seqlens.data();
+    params.capacity = capacity;
+    params.pages = {pointer<int>(table), pages[0], static_cast<int>(pages[1]),
+                    static_cast<int>(pages[2])};
+    params.rotary = {pointer<void>(cos), pointer<void>(sin), true,         angles[0],
+                     2 * angles[1],      interleaved,        begins.data()};
+    for (const AppendedRows& x : tensors) params.tensors[params.count++] = x;
+    return append_kv(params, nullptr) == cudaSuccess;
+}
+
+}  // namespace
+}  // namespace flash_ext
+
+PYBIND11_MODULE(flash_ext_append_kv, m) {
+    namespace py = pybind11;
+    using namespace flash_ext;
+    py::class_<View>(m, "View").def(py::init<uint64_t, std::array<int64_t, 3>>());
+    py::class_<AppendedRows>(m, "Rows").def(py::init(&rows));
+    m.def("append", &append);
+}
