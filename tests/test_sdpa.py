@@ -227,7 +227,7 @@ def test_torch_without_cuda_kernels(monkeypatch):
 @pytest.mark.parametrize("name", NAMES)
 def test_torch_with_other_ops(originals, monkeypatch, name):
     monkeypatch.setitem(sdpa._SCHEMAS, name, "(Tensor query) -> Tensor")
-    with pytest.raises(RuntimeError, match="has changed the ops of SDPA's flash backend"):
+    with pytest.raises(RuntimeError, match="has changed the ops of SDPA's backends"):
         sdpa.activate()
     assert not overridden() and current_flash_attention_impl() is None
 

@@ -96,6 +96,13 @@ def schema(op: Any) -> str:
     return str(getattr(op, "_schema", ""))
 
 
+# --- Autograd ---
+
+autograd_node: Callable[[], Any] = _find("torch._C._current_autograd_node") or (lambda: None)
+"""The node that autograd runs on this thread, or None. Without it the gradient of a mask given to
+SDPA takes the memory of all scores, as torch's own does."""
+
+
 # --- Autograd kernels ---
 # torch.library.register_autograd refuses ops with keyword-only tensors.
 
