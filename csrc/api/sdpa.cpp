@@ -161,8 +161,10 @@ bool runs(const Tensor& q, const Tensor& k, const Tensor& v, double dropout_p,
           const Options& options) {
     const std::optional<Sizes> sizes = sizes_of(q, k, v, options);
     if (dropout_p != 0 || !sizes || !accepts_sizes(*sizes)) return false;
-    if (has_8_bits(k.scalar_type())) return false;  // nor does torch
+    const ScalarType dtype = q.scalar_type(), dtype_k = k.scalar_type();
+    if (has_8_bits(dtype_k)) return false;  // nor does torch
     if (q.numel() == 0 || k.numel() == 0 || v.numel() == 0) return false;
+    if (!accepts_options(dtype, dtype_k, *sizes, options, q.device())) return false;
     return has_kernels(q, k, v, *sizes, options);
 }
 
