@@ -111,8 +111,9 @@ def _silence_override_warning() -> None:
 
 
 def _summed_dims() -> int:
-    """The dimensions, as bits, over which autograd sums the gradient that an efficient backward
-    returns for the mask: those of SDPA's own expansion. -1 if the caller is not autograd's node.
+    """The dimensions, as bits, over which autograd sums the gradient of the mask that the efficient
+    backward returns: the dimensions that SDPA itself has expanded. -1 if the caller is not
+    autograd's node.
 
     Graphs of torch.compile expect the strides that torch's kernel gives. And strides of 0 alone do
     not mean a sum: the user's leaf may have them.
@@ -120,11 +121,10 @@ def _summed_dims() -> int:
     node = torch_private.autograd_node()
     if node is None or node.name() != "ScaledDotProductEfficientAttentionBackward0":
         return -1
-    expansion = node.next_functions[3][0]
-    if expansion is None or expansion.name() != "ExpandBackward0":
+    given = torch_private.sizes_before_expand(node.next_functions[3][0])
+    if given is None:
         return 0
-    given = getattr(expansion, "_saved_self_sym_sizes", (-1,) * 4)
-    sizes = (1,) * (4 - len(given)) + tuple(given)
+    sizes = (1,) * (4 - len(given)) + given
     return sum(1 << dim for dim, size in enumerate(sizes) if size == 1)
 
 
