@@ -31,6 +31,9 @@ from flash_ext import ops, tiled
 from flash_ext.integrations import sdpa
 
 FORWARD, BACKWARD = (f"_scaled_dot_product_flash_attention{x}" for x in ("", "_backward"))
+EFFICIENT, EFFICIENT_BACKWARD = (
+    f"_scaled_dot_product_efficient_attention{x}" for x in ("", "_backward")
+)
 FLASH, FLASH_OUT, FLASH_BACKWARD = (
     f"_flash_attention_{x}" for x in ("forward", "forward_no_dropout_inplace", "backward")
 )
@@ -227,7 +230,7 @@ def test_torch_without_cuda_kernels(monkeypatch):
 @pytest.mark.parametrize("name", NAMES)
 def test_torch_with_other_ops(originals, monkeypatch, name):
     monkeypatch.setitem(sdpa._SCHEMAS, name, "(Tensor query) -> Tensor")
-    with pytest.raises(RuntimeError, match="has changed the ops of SDPA's flash backend"):
+    with pytest.raises(RuntimeError, match="has changed the ops of SDPA's backends"):
         sdpa.activate()
     assert not overridden() and current_flash_attention_impl() is None
 
@@ -347,14 +350,19 @@ def test_deterministic_algorithms(asked, active, monkeypatch):
     tensors, offsets = packed_inputs("cpu", torch.float32)
     leaves = [x.requires_grad_() for x in inputs("bhsd")[1:].clone().unbind()]
     packed = [x.requires_grad_() for x in tensors[:3]]
-    outs = aten(FORWARD)(*leaves)[0], aten(FLASH)(*packed, *offsets, 7, 9, 0.0, True, False)[0]
+    masked = mask_inputs()[:3]
+    outs = (
+        aten(FORWARD)(*leaves)[0],
+        aten(FLASH)(*packed, *offsets, 7, 9, 0.0, True, False)[0],
+        aten(EFFICIENT)(*masked, None, True)[0],
+    )
     torch.use_deterministic_algorithms(asked)
     try:
         for out in outs:
             out.sum().backward()
     finally:
         torch.use_deterministic_algorithms(False)
-    assert seen == [asked, asked]
+    assert seen == [asked] * 3
 
 
 CASES = (
@@ -555,16 +563,316 @@ def test_what_else_sdpa_is_given(tensors, torchs):
 
 
 @pytest.mark.gpu
-def test_dropout_and_masks_stay_with_torch():
+def test_dropout_stays_with_torch(torchs):
     _, *leaves = inputs("bhsd", torch.bfloat16, "cuda")
     leaves = [x.detach().requires_grad_() for x in leaves]
     mask = torch.rand(6, 6, device="cuda") < 0.8
-    for options in ({"dropout_p": 0.3}, {"attn_mask": mask}):
+    for options in ({}, {"attn_mask": mask}):
         with sdpa.activated():
             torch.manual_seed(1)
-            out = F.scaled_dot_product_attention(*leaves, **options)
+            out = F.scaled_dot_product_attention(*leaves, **options, dropout_p=0.3)
             out.sum().backward()
         assert all(x.grad.isfinite().all() for x in leaves)
+    assert set(torchs) == {FORWARD, BACKWARD, EFFICIENT, EFFICIENT_BACKWARD}
+
+
+# --- attn_mask: the efficient backend ---
+
+BROADCASTS = [tuple(dim for dim in range(4) if number >> dim & 1) for number in range(16)]
+"""The dimensions of (B, H, Sq, Sk) in which a mask has size 1."""
+broadcasts = pytest.mark.parametrize(
+    "broadcast", BROADCASTS, ids=lambda dims: "".join("bhqk"[dim] for dim in dims) or "full"
+)
+
+
+def mask_inputs(rows=6, keys=9, dim=16, dim_v=16, dtype=torch.float16, device="cpu"):
+    """q, k, v and the gradient of out; SDPA's layout, of memory (B, S, H, D)."""
+    torch.manual_seed(0)
+    shapes = [(rows, dim), (keys, dim), (keys, dim_v), (rows, dim_v)]
+    tensors = (torch.randn(2, n, 4, d, device=device, dtype=dtype) for n, d in shapes)
+    return [x.transpose(1, 2).requires_grad_() for x in tensors]
+
+
+def mask_of(broadcast, kind: str, rows=6, keys=9, dtype=torch.float16, device="cpu"):
+    shape = [1 if dim in broadcast else n for dim, n in enumerate((2, 4, rows, keys))]
+    if kind == "bool":
+        return torch.rand(shape, device=device) < 0.7
+    return torch.randn(shape, device=device, dtype=dtype).requires_grad_(kind == "gradient")
+
+
+def given_to_aten(mask: torch.Tensor, q, k) -> torch.Tensor:
+    """As SDPA does."""
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
+    return mask.expand(*q.shape[:3], k.shape[2])
+
+
+def by_math(q, k, v, mask, dout, **options):
+    """out and all gradients by torch's math backend in float64."""
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    with_gradient = mask is not None and mask.requires_grad
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask.detach().double().requires_grad_(with_gradient)
+    with sdpa_kernel(SDPBackend.MATH):
+        out = F.scaled_dot_product_attention(*exact, attn_mask=mask, **options)
+    leaves = [*exact, mask] if with_gradient else exact
+    return out, *torch.autograd.grad(out, leaves, dout.detach().double())
+
+
+def assert_near(actual, expected, tolerance=5e-3) -> None:
+    """Of out, dq, dk, dv and, perhaps, a mask's gradient, which is a sum of entries."""
+    scores = actual[0][..., 0].numel() * actual[2].shape[2]
+    for n, (x, y) in enumerate(zip(actual, expected, strict=True)):
+        assert x.shape == y.shape
+        summed = scores / x.numel() if n == 4 else 1
+        atol = tolerance * summed**0.5
+        torch.testing.assert_close(x.double(), y, rtol=tolerance, atol=atol)
+
+
+def meta(*arguments):
+    return [x.to("meta") if isinstance(x, torch.Tensor) else x for x in arguments]
+
+
+@broadcasts
+@pytest.mark.parametrize("kind", ("gradient", "float", "bool"))
+def test_masks(broadcast, kind, active):
+    """The op as SDPA calls it, against its math backend."""
+    q, k, v, dout = mask_inputs()
+    mask = mask_of(broadcast, kind)
+    leaves = [q, k, v, mask] if kind == "gradient" else [q, k, v]
+    bias = given_to_aten(mask, q, k)
+    seen = []
+    if kind == "gradient":
+        bias.register_hook(seen.append)
+    out, lse, seed, offset = aten(EFFICIENT)(q, k, v, bias, True, scale=0.3)
+    gradients = torch.autograd.grad(out, leaves, dout)
+    assert_near((out, *gradients), by_math(q, k, v, mask, dout, scale=0.3))
+    assert not any(x.calls for x in active.values())
+
+    torchs_out, torchs_lse, *_ = aten(EFFICIENT)(*meta(q, k, v, bias, True))
+    assert out.stride() == torchs_out.stride()
+    assert lse.shape == torchs_lse.shape and lse.dtype == torch.float32
+    assert seed.shape == offset.shape == () and seed.dtype == offset.dtype == torch.int64
+    if seen:  # the memory of the mask's own gradient alone
+        assert seen[0].shape == bias.shape
+        assert seen[0].untyped_storage().nbytes() == mask.nbytes
+
+
+@pytest.mark.parametrize("keys", (9, 16))
+@broadcasts
+def test_gradient_of_a_mask_outside_of_autograd(broadcast, keys, active):
+    """As compiled graphs call the backward op: with torch's strides, which they rely on, and for
+    each element its own gradient, which they sum."""
+    q, k, v, dout = (x.detach() for x in mask_inputs(keys=keys))
+    mask = mask_of(broadcast, "float", keys=keys)
+    bias = given_to_aten(mask, q, k)
+    out, lse, *state = aten(EFFICIENT)(q, k, v, bias, True)
+    for needed in (True, False):
+        given = (dout, q, k, v, bias, out, lse, *state, 0.0, [True, True, True, needed])
+        found = aten(EFFICIENT_BACKWARD)(*given)
+        expected = by_math(q, k, v, bias.clone().requires_grad_(needed), dout)
+        assert_near((out, *found[: 3 + needed]), expected)
+        for x, like in zip(found, aten(EFFICIENT_BACKWARD)(*meta(*given)), strict=True):
+            assert (x is None) == (like is None)
+            assert x is None or x.stride() == like.stride()
+    assert not any(x.calls for x in active.values())
+
+
+@pytest.mark.parametrize("case", ("leaf", "expanded twice", "function"))
+def test_gradient_of_an_expanded_mask(case, active):
+    """Strides of 0 that are not SDPA's expansion: each element has its own gradient."""
+    q, k, v, dout = mask_inputs()
+    mask = mask_of((0, 2), "float").expand(2, 4, 6, 9).requires_grad_()
+    if case == "function":  # without a node of expand() after it
+
+        class Expanded(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x[:1, :, :1].expand_as(x)
+
+            @staticmethod
+            def backward(ctx, gradient):
+                return gradient
+
+        mask = mask.detach().clone().requires_grad_()
+        bias = Expanded.apply(mask)
+    else:
+        bias = mask if case == "leaf" else mask.expand(2, 4, 6, 9)
+    out = aten(EFFICIENT)(q, k, v, bias, True)[0]
+    gradients = torch.autograd.grad(out, (q, k, v, mask), dout)
+    expected = by_math(q, k, v, mask.detach().clone().requires_grad_(), dout)
+    assert_near((out, *gradients), expected)
+    assert not any(x.calls for x in active.values())
+
+
+def test_a_mask_that_hides_all_keys(active):
+    q, k, v, dout = mask_inputs()
+    mask = torch.zeros(6, 9, dtype=torch.float16)
+    mask[2] = -torch.inf
+    mask.requires_grad_()
+    out = aten(EFFICIENT)(q, k, v, given_to_aten(mask, q, k), True)[0]
+    gradients = torch.autograd.grad(out, (q, k, v, mask), dout)
+    assert_near((out, *gradients), by_math(q, k, v, mask, dout))
+    assert not out[:, :, 2].any() and not gradients[3][2].any()
+
+
+@pytest.mark.parametrize("rows", (1, 31, 32, 33))
+def test_efficient_without_a_mask(rows, active):
+    """lse has torch's number of rows; head dims of v unlike those of q."""
+    q, k, v, dout = mask_inputs(rows, keys=rows, dim_v=24)
+    for causal in (False, True):
+        out, lse, *_ = aten(EFFICIENT)(q, k, v, None, True, is_causal=causal)
+        gradients = torch.autograd.grad(out, (q, k, v), dout)
+        assert_near((out, *gradients), by_math(q, k, v, None, dout, is_causal=causal))
+        scores = q.double() @ k.double().mT / 4
+        if causal:
+            scores = scores + torch.full((rows, rows), -torch.inf).double().triu(1)
+        torchs = torch.full((2, 4, (rows + 31) // 32 * 32), torch.inf)
+        torchs[..., :rows] = scores.logsumexp(-1)
+        torch.testing.assert_close(lse, torchs, rtol=1e-3, atol=1e-3)
+        alone, no_lse, *_ = aten(EFFICIENT)(q, k, v, None, False, is_causal=causal)
+        assert no_lse.shape == (2, 4, 0) and torch.equal(alone, out)
+    assert not any(x.calls for x in active.values())
+
+
+MASK_CASES = (
+    *("dropout", "float32", "top left", "empty", "no kernel", "strides"),
+    *("dimensions", "sizes", "dtypes", "bias", "dtype of bias"),
+)
+
+
+@pytest.mark.parametrize("case", MASK_CASES)
+def test_masks_fall_back(case, active):
+    q, k, v, dout = (x.detach() for x in mask_inputs())
+    bias = torch.zeros(2, 4, 6, 9, dtype=torch.float16)
+    p, causal = 0.1 * (case == "dropout"), case == "top left"
+    if case == "float32":
+        q, k, v, bias = (x.float() for x in (q, k, v, bias))
+    if case == "empty":
+        k, v, bias = k[:, :, :0], v[:, :, :0], bias[..., :0]
+    if case == "no kernel":
+        q, k = (x.repeat(1, 1, 1, 17) for x in (q, k))
+    if case == "strides":
+        v = v.mT.contiguous().mT
+    if case == "dimensions":
+        q = q[0]
+    if case == "sizes":
+        k = k[:, :, :5]
+    if case == "dtypes":
+        k = k.float()
+    if case == "bias":
+        bias = bias[:, :, :1]
+    if case == "dtype of bias":
+        bias = bias.bfloat16()
+    given = (q, k, v, bias, True, p, causal)
+    assert [x.item() for x in aten(EFFICIENT)(*given, scale=2.0)] == [7] * 4
+    ((arguments, keywords),) = active[EFFICIENT].calls
+    assert_same_arguments(arguments, given[: len(arguments)])
+    assert not any(given[len(arguments) :])  # the defaults
+    assert keywords == {"scale": 2.0}
+    given = (dout, q, k, v, bias, q, q, q, q, p, [True, True, False, True], causal)
+    assert [x.item() for x in aten(EFFICIENT_BACKWARD)(*given, scale=2.0)] == [7] * 4
+    ((arguments, keywords),) = active[EFFICIENT_BACKWARD].calls
+    assert_same_arguments(arguments, given[: len(arguments)])
+    assert not any(given[len(arguments) :])
+    assert keywords == {"scale": 2.0}
+
+
+@pytest.mark.parametrize("backend", ("aot_eager", "inductor"))
+@pytest.mark.parametrize("kind", ("gradient", "bool"))
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_masks(backend, kind, active):
+    """Also a graph that was compiled before flash_ext was restored and active again."""
+
+    def attend(q, k, v, mask):
+        return aten(EFFICIENT)(2 * q, k, v, given_to_aten(mask, q, k), True)[0].sin()
+
+    q, k, v, dout = mask_inputs()
+    mask = mask_of((0, 2), kind)
+    leaves = [q, k, v, mask] if kind == "gradient" else [q, k, v]
+    expected = attend(q, k, v, mask)
+    gradients = torch.autograd.grad(expected, leaves, dout)
+    compiled = torch.compile(attend, backend=backend)
+    out = compiled(q, k, v, mask)
+    actual = torch.autograd.grad(out, leaves, dout)
+    assert_near((out, *actual), [x.double() for x in (expected, *gradients)])
+    assert not any(x.calls for x in active.values())
+
+
+def test_masks_under_another_autograd(active, monkeypatch):
+    """Without torch's name for the node that runs, the mask's gradient has the size of all."""
+    monkeypatch.setattr(sdpa.torch_private, "autograd_node", lambda: None)
+    q, k, v, dout = mask_inputs()
+    mask = mask_of((0,), "gradient")
+    out = aten(EFFICIENT)(q, k, v, given_to_aten(mask, q, k), True)[0]
+    gradients = torch.autograd.grad(out, (q, k, v, mask), dout)
+    assert_near((out, *gradients), by_math(q, k, v, mask, dout))
+
+
+@pytest.mark.gpu
+@broadcasts
+@pytest.mark.parametrize("kind", ("gradient", "float", "bool"))
+@pytest.mark.parametrize("keys", (49, 64))
+def test_masks_on_the_gpu(broadcast, kind, keys, torchs):
+    q, k, v, dout = mask_inputs(37, keys, 64, 64, torch.bfloat16, "cuda")
+    mask = mask_of(broadcast, kind, 37, keys, torch.bfloat16, "cuda")
+    leaves = [q, k, v, mask] if kind == "gradient" else [q, k, v]
+    with sdpa.activated():
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        gradients = torch.autograd.grad(out, leaves, dout)
+    assert not torchs
+    assert_near((out, *gradients), by_math(q, k, v, mask, dout), 3e-2)
+    assert out.stride() == F.scaled_dot_product_attention(q, k, v, attn_mask=mask).stride()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ("aot_eager", "inductor"))
+@pytest.mark.parametrize("kind", ("gradient", "bool"))
+@pytest.mark.parametrize("shape", ((4, 37, 49), (1, 1, 64), (2, 4, 37, 49), (37, 64)))
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_masks_on_the_gpu(backend, kind, shape, torchs):
+    """A graph that was compiled while flash_ext was active runs without it, and the other way."""
+    keys = shape[-1]
+    q, k, v, dout = mask_inputs(37, keys, 64, 64, torch.bfloat16, "cuda")
+    mask = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    mask = mask.requires_grad_() if kind == "gradient" else mask > -1
+    leaves = [q, k, v, mask] if kind == "gradient" else [q, k, v]
+    expected = by_math(q, k, v, mask, dout)
+    for first in (True, False):
+        torch.compiler.reset()
+        attend = torch.compile(F.scaled_dot_product_attention, backend=backend)
+        for active in (first, not first):
+            if active:
+                sdpa.activate()
+            try:
+                with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+                    out = attend(q, k, v, attn_mask=mask)
+                    gradients = torch.autograd.grad(out, leaves, dout)
+            finally:
+                sdpa.restore()
+            assert_near((out, *gradients), expected, 3e-2)
+    assert not torchs
+
+
+@pytest.mark.gpu
+def test_memory_of_the_gradient_of_a_mask(torchs):
+    """Nothing as large as the scores of all sequences."""
+    shape = (16, 4, 1024, 32)
+    leaves = [
+        torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(3)
+    ]
+    mask = torch.randn(4, 1024, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    with sdpa.activated():
+        for _ in range(2):
+            out = F.scaled_dot_product_attention(*leaves, attn_mask=mask)
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            torch.autograd.grad(out, [*leaves, mask], torch.ones_like(out))
+            used = torch.cuda.max_memory_allocated() - before
+    assert not torchs
+    assert used < 16 * mask.nbytes / 2, used
 
 
 # --- varlen_attn and the ops below it ---

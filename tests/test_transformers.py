@@ -26,6 +26,7 @@ transformers = pytest.importorskip("transformers", minversion="5.5", reason="nee
 from transformers import masking_utils  # noqa: E402
 
 from flash_ext import functional  # noqa: E402
+from flash_ext.integrations import sdpa  # noqa: E402
 from flash_ext.integrations import transformers as fa_ext  # noqa: E402
 
 S, WINDOW = 12, 5
@@ -183,8 +184,24 @@ def test_models(name, padding, calls):
         assert all((call == "attention_varlen") == causal_and_padded for call, _ in calls)
         to_bias = padding == "holes" or (name == "bert" and padding in ("left", "both ends"))
         assert bool(biases) == to_bias
+    if name == "t5":
+        check_position_biases(calls, padding, actual)
     for other in others(name):
         assert_same(actual, run(model, other, inputs, counted))
+
+
+def check_position_biases(calls, padding: str, gradients: dict) -> None:
+    """One for all sequences, but where the keys that they see differ otherwise than by number."""
+    for stack in ("encoder", "decoder"):
+        weight = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+        assert gradients[weight].any(), weight
+    encoder, decoder, cross = calls[:2], calls[2::2], calls[3::2]
+    assert all(options["bias"].requires_grad for _, options in encoder + decoder)
+    for made in (encoder, decoder, cross):
+        at_end = padding == "right" and made is not decoder
+        for _, options in made:
+            assert options["bias"].shape == (1 if at_end or padding == "whole" else 2, 4, S, S)
+            assert ("seqused_k" in options) == at_end
 
 
 @pytest.mark.parametrize("said", ["position_ids", "offsets"])
@@ -728,7 +745,9 @@ def test_import_registers_nothing():
     run_python("-c", code, check=True)
 
 
-def check_accuracy(name: str, padding: str, dtype: torch.dtype, device: str) -> None:
+def check_accuracy(
+    name: str, padding: str, dtype: torch.dtype, device: str, implementation: str = fa_ext.NAME
+) -> None:
     """The rule of the tests for whole models: logits, and the gradient of each parameter.
 
     The errors of a gradient come from all the layers, and which of its few entries has the largest
@@ -742,8 +761,9 @@ def check_accuracy(name: str, padding: str, dtype: torch.dtype, device: str) -> 
     counted = inputs.get("decoder_attention_mask", inputs["attention_mask"])
     ref = {key: x.double() for key, x in run(model, "eager", inputs, counted).items()}
     model.to(dtype)
-    actual = run(model, fa_ext.NAME, inputs, counted)
-    plain = [run(model, other, inputs, counted) for other in others(name)]
+    actual = run(model, implementation, inputs, counted)
+    compared = [x for x in others(name) if x != implementation]
+    plain = [run(model, other, inputs, counted) for other in compared]
 
     def error(x: dict, key: str) -> float:
         return float((x[key].double() - ref[key]).norm())
@@ -764,6 +784,14 @@ def check_accuracy(name: str, padding: str, dtype: torch.dtype, device: str) -> 
 @pytest.mark.parametrize("name", MODELS)
 def test_models_on_the_gpu(name, padding, dtype):
     check_accuracy(name, padding, dtype, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("padding", ["whole", "left", "right", "holes"])
+def test_t5_under_sdpa(padding):
+    """Its position bias becomes an attn_mask with a gradient."""
+    with sdpa.activated():
+        check_accuracy("t5", padding, torch.bfloat16, "cuda", "sdpa")
 
 
 def check_generation(name: str, **options) -> None:

@@ -222,8 +222,8 @@ std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, c
     return {out, lse};
 }
 
-AllGradients attention_backward(const BackwardTensors& x, const Options& options, bool need_dbias,
-                                const Gradients& into) {
+AllGradients attention_backward(const BackwardTensors& x, const Options& options,
+                                float dbias_factor, const Gradients& into) {
     const Tensor &q = x.q, &k = x.k, &v = x.v;
     const std::optional<Sizes> sizes = accept_backward(x, options);
     if (!sizes) refuse("bwd", x, options);
@@ -252,9 +252,10 @@ AllGradients attention_backward(const BackwardTensors& x, const Options& options
         std::tie(dq, dk, dv) =
             std::tuple(contiguous_like(q), contiguous_like(k), contiguous_like(v));
     Tensor dbias, dsink;
-    if (need_dbias && options.bias && options.bias->scalar_type() != ScalarType::Bool) {
+    if (dbias_factor != 0 && options.bias && options.bias->scalar_type() != ScalarType::Bool) {
         dbias = contiguous_like(*options.bias);
         params.dbias = dbias.data_ptr();
+        params.dbias_factor = params.ds_factor * dbias_factor;
     }
     if (options.sink) {
         dsink = contiguous_like(*options.sink);
@@ -299,7 +300,7 @@ std::tuple<Tensor, Tensor> fwd(const Tensor& q, const Tensor& k, const Tensor& v
 }
 
 AllGradients bwd(const BackwardTensors& x, const Options& options, bool need_dbias) {
-    const auto [dq, dk, dv, dbias, dsink] = attention_backward(x, options, need_dbias);
+    const auto [dq, dk, dv, dbias, dsink] = attention_backward(x, options, need_dbias ? 1 : 0);
     return {dq, dk, dv, or_empty(dbias, x.q), or_empty(dsink, x.q)};
 }
 
@@ -335,7 +336,7 @@ Tensor bwd_into(const Tensor& dq, const Tensor& dk, const Tensor& dv, const Back
     if (!is_plain_call(x.q, options) || !accepts_into(dq, x.q, x.q) ||
         !accepts_into(dk, x.k, x.k) || !accepts_into(dv, x.v, x.v))
         refuse("bwd_into", dq, dk, dv, x, options);
-    const auto gradients = attention_backward(x, options, /*need_dbias=*/false, {dq, dk, dv});
+    const auto gradients = attention_backward(x, options, /*dbias_factor=*/0, {dq, dk, dv});
     return or_empty(std::get<4>(gradients), x.q);
 }
 

@@ -115,9 +115,10 @@ inline Tensor with_contiguous_rows(const Tensor& x) {
 std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, const Tensor& v,
                                              const Options& options, const Tensor& into = Tensor());
 
-// `into`: as above.
-AllGradients attention_backward(const BackwardTensors& x, const Options& options, bool need_dbias,
-                                const Gradients& into = {});
+// `dbias_factor`: dbias is the gradient of the bias times this; 0: it is not needed. `into`: as
+// above.
+AllGradients attention_backward(const BackwardTensors& x, const Options& options,
+                                float dbias_factor, const Gradients& into = {});
 
 // Two indices in kVariantNames: of the variant that attention_forward would run (or its error), and
 // of the variant whose kernels would compute the gradients, with the reason where they differ. The

@@ -107,7 +107,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> node_bwd(
     unpack(integers, options);
     const auto [dq, dk, dv, dbias, dsink] =
         attention_backward({with_contiguous_rows(dout), std::nullopt, q, k, v, out, lse}, options,
-                           /*need_dbias=*/grad_input_mask[3]);
+                           /*dbias_factor=*/grad_input_mask[3] ? 1 : 0);
     return {dq, dk, dv, dbias};
 } catch (...) {
     thrown = std::current_exception();

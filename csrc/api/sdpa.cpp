@@ -1,15 +1,17 @@
-// SDPA's flash backend on flash_ext: kernels in place of torch's for the aten ops below it, while
-// flash_ext/integrations/sdpa.py has switched them on. Calls that flash_ext does not run go to
-// torch's kernel, which sdpa.py keeps as the op "flash_ext::original" + the name of aten's op.
+// SDPA's flash and efficient backends on flash_ext: kernels in place of torch's for the aten ops
+// below them, while flash_ext/integrations/sdpa.py has switched them on. Calls that flash_ext does
+// not run go to torch's kernel, which sdpa.py keeps as the op "flash_ext::original" + the name of
+// aten's op.
 //
-// Results are what torch's kernels return: out and the gradients with the strides of empty_like,
-// lse in float32, and tensors without content where only dropout needs them. out and lse mean the
-// same in both packages, so a backward kernel can take the results of either forward kernel.
-// Dropout masks differ, so with dropout both passes are torch's.
+// Results are what torch's kernels return: out and the gradients with their strides, lse in
+// float32, and tensors without content where only dropout needs them. out and lse mean the same in
+// both packages, so a backward kernel can take the results of either forward kernel. Dropout masks
+// differ, so with dropout both passes are torch's.
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
 #include <exception>
+#include <limits>
 #include <memory>
 #include <numeric>
 #include <optional>
@@ -38,10 +40,21 @@ using torch::stable::detail::from;
 using torch::stable::detail::StableLibrary;
 using torch::stable::detail::unbox_to_tuple;
 
+template <class T>
+StableIValue argument(const T& x) {
+    return from(x);
+}
+StableIValue argument(const std::vector<bool>& bits) {  // has no bools that a list could refer to
+    const auto copy = std::make_unique<bool[]>(bits.size());
+    std::copy(bits.begin(), bits.end(), copy.get());
+    return from(torch::headeronly::HeaderOnlyArrayRef<bool>(copy.get(), bits.size()));
+}
+
 // What torch's kernel of the op returns, except the integers.
 template <class... Tensors, class... Arguments>
 std::tuple<Tensors...> call_original(const char* op, const Arguments&... arguments) {
-    StableIValue stack[std::max(sizeof...(Arguments), sizeof...(Tensors))] = {from(arguments)...};
+    StableIValue stack[std::max(sizeof...(Arguments), sizeof...(Tensors))] = {
+        argument(arguments)...};
     call_op(op, stack);
     return unbox_to_tuple<Tensors...>(stack);
 }
@@ -66,15 +79,21 @@ using Layout = Tensor(const Tensor&);
 
 Tensor as_it_is(const Tensor& x) { return x; }
 
+// The memory of x, from its first element on, with other sizes and strides.
+Tensor view_of(const Tensor& x, const std::vector<int64_t>& sizes,
+               const std::vector<int64_t>& strides) {
+    AtenTensorHandle handle = nullptr;
+    TORCH_ERROR_CODE_CHECK(
+        aoti_torch__reinterpret_tensor(x.get(), static_cast<int64_t>(sizes.size()), sizes.data(),
+                                       strides.data(), /*offset_increment=*/0, &handle));
+    return Tensor(handle);
+}
+
 // (B, H, S, D) as (B, S, H, D), and back. What has other dimensions is not run.
 Tensor transposed(const Tensor& x) {
     if (x.dim() != 4) return x;
-    const int64_t sizes[] = {x.size(0), x.size(2), x.size(1), x.size(3)};
-    const int64_t strides[] = {x.stride(0), x.stride(2), x.stride(1), x.stride(3)};
-    AtenTensorHandle handle = nullptr;
-    TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(x.get(), 4, sizes, strides,
-                                                          /*offset_increment=*/0, &handle));
-    return Tensor(handle);
+    return view_of(x, {x.size(0), x.size(2), x.size(1), x.size(3)},
+                   {x.stride(0), x.stride(2), x.stride(1), x.stride(3)});
 }
 
 // The strides of empty_like(x): those of x where it is dense, otherwise the same order without
@@ -117,13 +136,17 @@ Tensor empty_as(const Tensor& x) {
 // --- What flash_ext runs ---
 
 // Whether there are kernels for the call, forward and backward: torch's backward could not continue
-// this package's forward. That there are is remembered for the device, dtype and head dim of the
-// thread's last call; that there are none may have other reasons, and is asked again.
-bool has_kernels(const Tensor& q, const Tensor& k, const Tensor& v, const Options& options) try {
-    static thread_local std::tuple<int64_t, ScalarType, int64_t> known;
-    const std::tuple asked(q.get_device_index(), q.scalar_type(), q.size(q.dim() - 1));
+// this package's forward. That there are is remembered for the device, dtype and head dims of the
+// thread's last call, and whether it had a bias; that there are none may have other reasons, and is
+// asked again.
+bool has_kernels(const Tensor& q, const Tensor& k, const Tensor& v, const Sizes& sizes,
+                 const Options& options) try {
+    static thread_local std::tuple<int64_t, ScalarType, int64_t, int64_t, bool> known;
+    const std::tuple asked(q.get_device_index(), q.scalar_type(), sizes.head_dim, sizes.head_dim_v,
+                           options.bias.has_value());
     if (asked == known) return true;
-    const Options lengths{.cu_seqlens_q = options.cu_seqlens_q,
+    const Options lengths{.bias = options.bias,
+                          .cu_seqlens_q = options.cu_seqlens_q,
                           .cu_seqlens_k = options.cu_seqlens_k};
     if (std::get<1>(attention_check(q, k, v, lengths)) < 0) return false;
     known = asked;
@@ -137,21 +160,35 @@ bool has_kernels(const Tensor& q, const Tensor& k, const Tensor& v, const Option
 bool runs(const Tensor& q, const Tensor& k, const Tensor& v, double dropout_p,
           const Options& options) {
     const std::optional<Sizes> sizes = sizes_of(q, k, v, options);
-    if (dropout_p != 0 || !sizes || sizes->head_dim != sizes->head_dim_v) return false;
-    if (has_8_bits(k.scalar_type())) return false;  // nor does torch
-    for (const Tensor* x : {&q, &k, &v})
-        if (x->numel() == 0 || dense_strides(*x).back() != 1) return false;
-    return has_kernels(q, k, v, options);
+    if (dropout_p != 0 || !sizes || !accepts_sizes(*sizes)) return false;
+    const ScalarType dtype = q.scalar_type(), dtype_k = k.scalar_type();
+    if (has_8_bits(dtype_k)) return false;  // nor does torch
+    if (q.numel() == 0 || k.numel() == 0 || v.numel() == 0) return false;
+    if (!accepts_options(dtype, dtype_k, *sizes, options, q.device())) return false;
+    return has_kernels(q, k, v, *sizes, options);
 }
 
-// --- Both passes, of every op: nothing where torch's kernel must run ---
+// The same for the flash backend, whose results have the strides of its inputs.
+bool runs_flash(const Tensor& q, const Tensor& k, const Tensor& v, double dropout_p,
+                const Options& options) {
+    for (const Tensor* x : {&q, &k, &v})
+        if (x->dim() == 0 || dense_strides(*x).back() != 1) return false;
+    return q.size(q.dim() - 1) == v.size(v.dim() - 1) && runs(q, k, v, dropout_p, options);
+}
+
+// torch's choice, at the time of the backward pass.
+bool is_deterministic() {
+    return at::globalContext == nullptr || at::globalContext().deterministicAlgorithms();
+}
+
+// --- Both passes of the flash backend's ops: nothing where torch's kernel must run ---
 
 // out and lse.
 std::optional<std::tuple<Tensor, Tensor>> run_forward(Layout layout, const Tensor& query,
                                                       const Tensor& key, const Tensor& value,
                                                       double dropout_p, const Options& options) {
     const Tensor q = layout(query), k = layout(key), v = layout(value);
-    if (!runs(q, k, v, dropout_p, options)) return std::nullopt;
+    if (!runs_flash(q, k, v, dropout_p, options)) return std::nullopt;
     const Tensor out = empty_as(query);
     return std::tuple(out, std::get<1>(attention_forward(q, k, v, options, layout(out))));
 }
@@ -160,14 +197,13 @@ std::optional<Gradients> run_backward(Layout layout, const Tensor& grad_out, con
                                       const Tensor& key, const Tensor& value, const Tensor& out,
                                       const Tensor& lse, double dropout_p, Options options) {
     const Tensor q = layout(query), k = layout(key), v = layout(value);
-    if (!grad_out.defined() || !runs(q, k, v, dropout_p, options)) return std::nullopt;
-    options.deterministic =
-        at::globalContext == nullptr || at::globalContext().deterministicAlgorithms();
+    if (!grad_out.defined() || !runs_flash(q, k, v, dropout_p, options)) return std::nullopt;
+    options.deterministic = is_deterministic();
     const Gradients into = {empty_as(query), empty_as(key), empty_as(value)};
     const auto& [dq, dk, dv] = into;
     attention_backward({layout(with_contiguous_rows(grad_out)), std::nullopt, q, k, v, layout(out),
                         torch::stable::contiguous(lse)},
-                       options, /*need_dbias=*/false, {layout(dq), layout(dk), layout(dv)});
+                       options, /*dbias_factor=*/0, {layout(dq), layout(dk), layout(dv)});
     return into;
 }
 
@@ -289,6 +325,142 @@ std::optional<Gradients> flash_backward(
                                       scale, window_left, window_right));
 }
 
+// --- _scaled_dot_product_efficient_attention, of (B, H, S, D) ---
+// SDPA calls it for an attn_mask, among others. attn_bias is the mask in a floating dtype, expanded
+// to (B, H, Sq, Sk): its strides are 0 where it is broadcast.
+
+constexpr char kEfficient[] = "flash_ext::original_scaled_dot_product_efficient_attention";
+constexpr char kEfficientBackward[] =
+    "flash_ext::original_scaled_dot_product_efficient_attention_backward";
+
+constexpr int64_t kLseRows = 32;  // torch rounds the rows of lse up to these
+
+// In a set of dimensions, as bits.
+bool contains(int64_t dims, int dim) { return (dims >> dim & 1) != 0; }
+
+// Once what strides of 0 repeat in these dimensions.
+Tensor once_in(int64_t dims, const Tensor& bias) {
+    std::vector<int64_t> sizes(bias.sizes().begin(), bias.sizes().end());
+    const std::vector<int64_t> strides(bias.strides().begin(), bias.strides().end());
+    for (int dim = 0; dim < bias.dim(); ++dim)
+        if (strides[dim] == 0 && contains(dims, dim)) sizes[dim] = std::min<int64_t>(sizes[dim], 1);
+    return view_of(bias, sizes, strides);
+}
+
+// The options of a call on (B, S, H, D); none if torch must run it: float32, often, and a causal
+// mask that starts at the first key where ours ends at the last one.
+std::optional<Options> efficient_options(const Tensor& q, const Tensor& k, const Tensor& v,
+                                         const std::optional<Tensor>& attn_bias, double dropout_p,
+                                         bool is_causal, std::optional<double> scale) {
+    if (!has_16_bits(q.scalar_type()) || q.dim() != 4 || k.dim() != 4 || v.dim() != 4)
+        return std::nullopt;
+    if (is_causal && q.size(1) != k.size(1)) return std::nullopt;
+    Options options{.scale = scale, .causal = is_causal};
+    if (attn_bias) {
+        if (!has_shape(*attn_bias, {q.size(0), q.size(2), q.size(1), k.size(1)}))
+            return std::nullopt;
+        options.bias = once_in(~0, *attn_bias);
+    }
+    if (!runs(q, k, v, dropout_p, options)) return std::nullopt;
+    return options;
+}
+
+Tensor empty_bshd(const Tensor& q, const Tensor& rows, int64_t head_dim) {
+    return empty(q, {rows.size(0), rows.size(1), rows.size(2), head_dim}, q.scalar_type());
+}
+
+// lse with torch's number of rows; +inf in those of no query.
+Tensor padded(const Tensor& lse) {
+    const int64_t rows = lse.size(2), all = ceil_div(rows, kLseRows) * kLseRows;
+    if (rows == all) return lse;
+    Tensor result = empty(lse, {lse.size(0), lse.size(1), all}, ScalarType::Float);
+    torch::stable::fill_(result, std::numeric_limits<double>::infinity());
+    Tensor own = torch::stable::narrow(result, 2, 0, rows);
+    torch::stable::copy_(own, lse);
+    return result;
+}
+
+std::optional<std::tuple<Tensor, Tensor, Tensor, Tensor>> efficient_forward(
+    const Tensor& query, const Tensor& key, const Tensor& value,
+    const std::optional<Tensor>& attn_bias, bool compute_log_sumexp, double dropout_p,
+    bool is_causal, std::optional<double> scale) {
+    const Tensor q = transposed(query), k = transposed(key), v = transposed(value);
+    const auto options = efficient_options(q, k, v, attn_bias, dropout_p, is_causal, scale);
+    if (!options) return std::nullopt;
+    const auto [out, lse] = attention_forward(q, k, v, *options, empty_bshd(q, q, v.size(3)));
+    // The state of the random generator: not shared between calls, see random_state.
+    const auto state = [&] { return empty_strided(q, {}, {}, ScalarType::Long); };
+    return std::tuple(transposed(out),
+                      compute_log_sumexp
+                          ? padded(lse)
+                          : empty(q, {lse.size(0), lse.size(1), 0}, ScalarType::Float),
+                      state(), state());
+}
+
+// Over which dimensions of the mask autograd sums its gradient. -1: autograd is not the caller, and
+// the gradient must have torch's strides.
+int64_t summed_dims() {
+    StableIValue stack[1];
+    call_op("flash_ext::sdpa_summed_dims", stack);
+    return torch::stable::detail::to<int64_t>(stack[0]);
+}
+
+// The gradient of the mask as torch's kernel lays it out: rows of a multiple of 16 elements.
+Tensor as_torch_has_it(const Tensor& dbias) {
+    constexpr int64_t kElements = 16;
+    std::vector<int64_t> sizes(dbias.sizes().begin(), dbias.sizes().end());
+    const int64_t keys = sizes[3];
+    if (keys % kElements == 0) return dbias;
+    sizes[3] = ceil_div(keys, kElements) * kElements;
+    Tensor rows = empty(dbias, sizes, dbias.scalar_type());
+    Tensor result = torch::stable::narrow(rows, 3, 0, keys);
+    return torch::stable::copy_(result, dbias);
+}
+
+// The gradient of a mask that is broadcast has the size of the mask alone where autograd sums the
+// result anyway, over the dimensions that SDPA has expanded: each of the copies gets an equal part
+// of the sum, and all are the same memory. Elsewhere, in compiled graphs for one, each element gets
+// its own gradient.
+std::optional<std::tuple<Tensor, Tensor, Tensor, Tensor>> efficient_backward(
+    const Tensor& grad_out, const Tensor& query, const Tensor& key, const Tensor& value,
+    const Tensor& attn_bias, const Tensor& out, const Tensor& lse, const Tensor& /*philox_seed*/,
+    const Tensor& /*philox_offset*/, double dropout_p, const std::vector<bool>& grad_input_mask,
+    bool is_causal, std::optional<double> scale) {
+    if (!grad_out.defined() || grad_input_mask.size() != 4) return std::nullopt;
+    const Tensor q = transposed(query), k = transposed(key), v = transposed(value);
+    auto options = efficient_options(q, k, v, if_defined(attn_bias), dropout_p, is_causal, scale);
+    if (!options) return std::nullopt;
+    options->deterministic = is_deterministic();
+
+    const bool need_dbias = options->bias && grad_input_mask[3];
+    const int64_t dims = need_dbias ? summed_dims() : 0;
+    double copies = 1;
+    if (need_dbias) {
+        options->bias = once_in(std::max<int64_t>(dims, 0), attn_bias);
+        for (int dim = 0; dim < 4; ++dim)
+            if (options->bias->size(dim) == 1) copies *= attn_bias.size(dim);
+    }
+    const Gradients into = {empty_bshd(q, q, q.size(3)), empty_bshd(q, k, k.size(3)),
+                            empty_bshd(q, v, v.size(3))};
+    Tensor all_rows = lse;
+    const Tensor own_lse =
+        torch::stable::contiguous(torch::stable::narrow(all_rows, 2, 0, query.size(2)));
+    Tensor dbias = std::get<3>(
+        attention_backward({transposed(with_contiguous_rows(grad_out)), std::nullopt, q, k, v,
+                            transposed(out), own_lse},
+                           *options, need_dbias ? static_cast<float>(1 / copies) : 0, into));
+    if (need_dbias && dims < 0) dbias = as_torch_has_it(dbias);
+    if (copies > 1) {
+        const std::vector<int64_t> sizes(attn_bias.sizes().begin(), attn_bias.sizes().end());
+        std::vector<int64_t> strides(dbias.strides().begin(), dbias.strides().end());
+        for (int dim = 0; dim < 4; ++dim)
+            if (dbias.size(dim) != sizes[dim]) strides[dim] = 0;
+        dbias = view_of(dbias, sizes, strides);
+    }
+    const auto& [dq, dk, dv] = into;
+    return std::tuple(transposed(dq), transposed(dk), transposed(dv), dbias);
+}
+
 // Replaces torch's kernels by those above, or restores torch's. `with_out`: torch has the op that
 // writes out.
 void sdpa_override(bool on, bool with_out) {
@@ -303,6 +475,10 @@ void sdpa_override(bool on, bool with_out) {
     kernels->impl("_flash_attention_forward", &flash_forward_boxed);
     kernels->impl("_flash_attention_backward",
                   boxed<OrOriginal<flash_backward, kFlashBackward>::run>);
+    kernels->impl("_scaled_dot_product_efficient_attention",
+                  boxed<OrOriginal<efficient_forward, kEfficient>::run>);
+    kernels->impl("_scaled_dot_product_efficient_attention_backward",
+                  boxed<OrOriginal<efficient_backward, kEfficientBackward>::run>);
     if (with_out)
         kernels->impl("_flash_attention_forward_no_dropout_inplace",
                       boxed<OrOriginal<WithOut<flash_forward>::run, kFlashForwardOut>::run>);

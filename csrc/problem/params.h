@@ -236,6 +236,7 @@ struct BackwardParams : AttentionParams {
 
     // Gradients of options; null where not requested.
     void* dbias = nullptr;   // with the sizes and the type of bias, contiguous
+    float dbias_factor;      // the factor from the sum of dS to dbias
     float* dsink = nullptr;  // (Hq)
 
     // See large_lse.cuh.

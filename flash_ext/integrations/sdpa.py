@@ -6,13 +6,13 @@
     with sdpa.activated():  # or for a while
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-It replaces the CUDA kernels of the aten ops that are SDPA's flash backend, and of those below
-`torch.nn.attention.varlen.varlen_attn` and nested tensors, with the kernels of `csrc/api/sdpa.cpp`:
-there is no Python between SDPA and flash_ext's kernels. What flash_ext does not run there (dropout,
-the debug mask, a paged cache, empty tensors, a GPU without the kernel) goes to torch's kernels as
-before. SDPA's choice of a backend does not change, so an attn_mask, float32 and head dims above 256
-go to the other backends. Only cuDNN's, which comes before the flash backend on Hopper GPUs, is
-switched off meanwhile.
+It replaces the CUDA kernels of the aten ops that are SDPA's flash and efficient backends, and of
+those below `torch.nn.attention.varlen.varlen_attn` and nested tensors, with the kernels of
+`csrc/api/sdpa.cpp`: there is no Python between SDPA and flash_ext's kernels, but where the gradient
+of an attn_mask is computed. What flash_ext does not run there (dropout, float32, head dims above
+256, the debug mask, a paged cache, empty tensors, a GPU without the kernel) goes to torch's kernels
+as before. SDPA's choice of a backend does not change: it takes the efficient one for an attn_mask.
+Only cuDNN's, which comes before both on Hopper GPUs, is switched off meanwhile.
 
 One implementation is active in the whole process, all its threads. Blocks of `activated` may be
 nested and may overlap between threads: flash_ext stays active until the last of them has ended.
@@ -31,7 +31,7 @@ import torch.nn.attention as attention_backends
 from torch.library import Library
 
 from .. import ops
-from ..ops.torch_private import schema
+from ..ops import torch_private
 
 NAME = "flash_ext"
 """The name in `torch.nn.attention.list_flash_attention_impls()`, once `activate` was called."""
@@ -49,6 +49,17 @@ _SCHEMAS = {
         "Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, float dropout_p, "
         "bool is_causal, Tensor philox_seed, Tensor philox_offset, *, float? scale=None) -> "
         "(Tensor grad_query, Tensor grad_key, Tensor grad_value)"
+    ),
+    "_scaled_dot_product_efficient_attention": (
+        "(Tensor query, Tensor key, Tensor value, Tensor? attn_bias, bool compute_log_sumexp, "
+        "float dropout_p=0., bool is_causal=False, *, float? scale=None) -> (Tensor output, "
+        "Tensor log_sumexp, Tensor philox_seed, Tensor philox_offset)"
+    ),
+    "_scaled_dot_product_efficient_attention_backward": (
+        "(Tensor grad_out_, Tensor query, Tensor key, Tensor value, Tensor attn_bias, Tensor out, "
+        "Tensor logsumexp, Tensor philox_seed, Tensor philox_offset, float dropout_p, "
+        "bool[4] grad_input_mask, bool is_causal=False, *, float? scale=None) -> "
+        "(Tensor, Tensor, Tensor, Tensor)"
     ),
     "_flash_attention_forward": (
         "(Tensor query, Tensor key, Tensor value, {flash}) -> (Tensor output, "
@@ -99,6 +110,24 @@ def _silence_override_warning() -> None:
         library.impl(f"sdpa_override_{_DEVICE}", _override, "CompositeExplicitAutograd")
 
 
+def _summed_dims() -> int:
+    """The dimensions, as bits, over which autograd sums the gradient of the mask that the efficient
+    backward returns: the dimensions that SDPA itself has expanded. -1 if the caller is not
+    autograd's node.
+
+    Graphs of torch.compile expect the strides that torch's kernel gives. And strides of 0 alone do
+    not mean a sum: the user's leaf may have them.
+    """
+    node = torch_private.autograd_node()
+    if node is None or node.name() != "ScaledDotProductEfficientAttentionBackward0":
+        return -1
+    given = torch_private.sizes_before_expand(node.next_functions[3][0])
+    if given is None:
+        return 0
+    sizes = (1,) * (4 - len(given)) + given
+    return sum(1 << dim for dim, size in enumerate(sizes) if size == 1)
+
+
 class Handle:
     """The overrides in force. `remove` ends them and gives cuDNN's backend back."""
 
@@ -145,13 +174,13 @@ def _schemas() -> dict[str, str]:
     schemas = {}
     for name in _SCHEMAS:
         if hasattr(torch.ops.aten, name):
-            of_torch = schema(getattr(torch.ops.aten, name).default)
+            of_torch = torch_private.schema(getattr(torch.ops.aten, name).default)
             schemas[name] = of_torch.removeprefix(f"aten::{name}")
     for flash in (_FLASH, _FLASH + _SINCE_TORCH_2_13):
         if schemas == {name: _SCHEMAS[name].format(flash=flash) for name in schemas}:
             return schemas
     raise RuntimeError(
-        f"flash_ext: torch {torch.__version__} has changed the ops of SDPA's flash backend; "
+        f"flash_ext: torch {torch.__version__} has changed the ops of SDPA's backends; "
         "flash_ext.attention does not depend on them"
     )
 
@@ -160,6 +189,8 @@ def _register() -> Handle:
     """Override the ops. What `torch.nn.attention` calls to activate this implementation."""
     schemas = _schemas()
     originals = Library("flash_ext", "FRAGMENT")
+    originals.define("sdpa_summed_dims() -> int")
+    originals.impl("sdpa_summed_dims", _summed_dims, "CompositeExplicitAutograd")
     try:
         for name, signature in schemas.items():
             _keep_original(originals, name, signature)
@@ -186,7 +217,7 @@ _blocks: list[str | None] = []
 
 
 def activate() -> None:
-    """Run the flash backend of SDPA on flash_ext, in the whole process, until `restore`.
+    """Run SDPA's flash and efficient backends on flash_ext, in the whole process, until `restore`.
 
     Call it outside of `torch.nn.attention.sdpa_kernel`, which sets torch's choice of backends back
     when it ends, cuDNN's too. It replaces another implementation, if one is active. A second call

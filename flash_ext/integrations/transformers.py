@@ -14,7 +14,7 @@ ignored:
         the stretches of tokens become sequences of `attention_varlen`, without a copy of q, k and v
         but where a cache has them. Padded queries give 0 and get gradient 0.
     padding at the end for layers that are not causal: seqused_k. Padded queries see the keys that
-        the others see.
+        the others see. A position bias, T5's, is not copied per sequence then.
     other padding (at the start while decoding, in the midst of tokens), or whose values cannot be
         looked at, under torch.compile: a bool bias (B, 1, 1, Sk).
     anything else (image tokens, chunks, static caches, a 4-D mask of the user's): transformers'
@@ -398,7 +398,7 @@ def attention_forward(
     }
     visible = attention_mask if isinstance(attention_mask, Tensor) else None
     cu_seqlens: tuple[Tensor, Tensor] | None = None
-    seqused_k = rule.seqused_k
+    seqused_k, biased = rule.seqused_k, position_bias is not None
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         # A dense mask of packed sequences is causal as well, and the offsets say the rest.
         other = visible is not None or (rule.dense is not None and not rule.causal)
@@ -407,7 +407,9 @@ def attention_forward(
         cu_seqlens = cu_seq_lens_q, cu_seq_lens_k
     elif rule.dense is not None:
         visible = rule.dense
-    elif rule.padding is not None and (seqused_k is None or position_bias is not None):
+    elif rule.padding is not None and (
+        seqused_k is None or (biased and rule.cu_seqlens is not None)
+    ):
         visible, seqused_k = rule.padding[:, None, None], None
     elif rule.cu_seqlens is not None:
         cu_seqlens = rule.cu_seqlens, rule.cu_seqlens

@@ -96,6 +96,22 @@ def schema(op: Any) -> str:
     return str(getattr(op, "_schema", ""))
 
 
+# --- Autograd ---
+
+autograd_node: Callable[[], Any] = _find("torch._C._current_autograd_node") or (lambda: None)
+"""The node that autograd runs on this thread, or None. Without it the gradient of a mask given to
+SDPA takes the memory of all scores, as torch's own does."""
+
+
+def sizes_before_expand(node: Any) -> tuple[int, ...] | None:
+    """The sizes that a tensor had before the `expand` whose gradient this node of autograd sums.
+    None if the node does something else, or does not tell."""
+    if node is None or node.name() != "ExpandBackward0":
+        return None
+    sizes = getattr(node, "_saved_self_sym_sizes", None)
+    return None if sizes is None else tuple(sizes)
+
+
 # --- Autograd kernels ---
 # torch.library.register_autograd refuses ops with keyword-only tensors.
 

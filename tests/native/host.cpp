@@ -13,11 +13,19 @@ namespace flash_ext {
 namespace {
 
 using torch::stable::detail::from;
+using torch::stable::detail::to;
 using torch::stable::detail::unbox_to_tuple;
 
 template <class T>
 void append(std::vector<StableIValue>& stack, T x) {
     std::apply([&](auto&... field) { (stack.push_back(from(field)), ...); }, x.fields());
+}
+
+Tensor times(const Tensor& x, double factor) {
+    Tensor number = torch::stable::new_empty(x, {}, torch::headeronly::ScalarType::Float);
+    StableIValue stack[] = {from(x), from(torch::stable::fill_(number, factor))};
+    TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::mul", "Tensor", stack, TORCH_ABI_VERSION));
+    return to<Tensor>(stack[0]);
 }
 
 // There is no memory for calls with so many queries, of tests/test_node.py.
@@ -45,10 +53,9 @@ std::string refused_bwd(const BackwardTensors& x, const Options& options) {
 Tensor empty_strided(const Tensor& x, const std::vector<int64_t>& sizes,
                      const std::vector<int64_t>& strides, torch::headeronly::ScalarType dtype) {
     AtenTensorHandle handle = nullptr;
-    int32_t code = aoti_torch_dtype_uint64();
-    if (dtype != torch::headeronly::ScalarType::UInt64) aoti_torch_get_dtype(x.get(), &code);
-    aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), code,
-                             aoti_torch_device_type_cpu(), 0, &handle);
+    aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
+                             to<int32_t>(from(dtype)), aoti_torch_device_type_cpu(),
+                             x.get_device_index(), &handle);
     return Tensor(handle);
 }
 
@@ -64,13 +71,13 @@ std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, c
     return {torch::stable::copy_(given, out), lse};
 }
 
-AllGradients attention_backward(const BackwardTensors& x, const Options& options, bool need_dbias,
-                                const Gradients& into) {
+AllGradients attention_backward(const BackwardTensors& x, const Options& options,
+                                float dbias_factor, const Gradients& into) {
     allocate_results(x.q, kBackwardFails);
     std::vector<StableIValue> stack;
     append(stack, x);
     append(stack, options);
-    stack.push_back(from(need_dbias));
+    stack.push_back(from(dbias_factor != 0));
     call_op("flash_ext::bwd", stack.data());
     auto [dq, dk, dv, dbias, dsink] =
         unbox_to_tuple<Tensor, Tensor, Tensor, Tensor, Tensor>(stack.data());
@@ -80,7 +87,7 @@ AllGradients attention_backward(const BackwardTensors& x, const Options& options
         torch::stable::copy_(given_dk, dk);
         torch::stable::copy_(given_dv, dv);
     }
-    return {dq, dk, dv, dbias.dim() == 4 ? dbias : Tensor(), Tensor()};
+    return {dq, dk, dv, dbias.dim() == 4 ? times(dbias, dbias_factor) : Tensor(), Tensor()};
 }
 
 std::tuple<int64_t, int64_t, std::string, std::string> attention_check(const Tensor& q,

@@ -81,7 +81,7 @@ struct BiasGradient {
             for (int i = query; i < Tile::kBlockQ; i += queries)
                 for (int j = key; j < Tile::kBlockKV; j += keys)
                     total += sSum[i * Tile::kBlockKV + j];
-            total *= params.ds_factor;
+            total *= params.dbias_factor;
             const int64_t matrix = int64_t{batch} * bias.sizes[1] + head;
             const int64_t index = (matrix * bias.sizes[2] + row) * bias.sizes[3] + col;
             if (bias.type == BiasType::kFloat32) {
