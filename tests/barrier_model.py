@@ -33,6 +33,7 @@ from shared_memory import matmul_chunks
 
 DEVICE = Path(__file__).resolve().parent / "native" / "fake_cuda" / "device.h"
 Event = IntEnum("Event", re.findall(r"^    k(\w+),", DEVICE.read_text(), re.MULTILINE), start=0)
+EVENTS = tuple(Event)
 WRITES = (Event.Write, Event.Load, Event.Copy)
 BY_PROXY = (Event.Load, Event.Store, Event.Matmul)
 Noted = tuple[int, ...]
@@ -98,7 +99,7 @@ class Barrier:
         self.waited: list[Moment] = []  # for the phase before
 
 
-@dataclass
+@dataclass(slots=True)
 class Access:
     thread: int
     event: Event
@@ -172,8 +173,7 @@ class Memory:
         self.last[where] = {}
         self.overlapping[where], self.within[where] = [], set()
         for x in self.last:
-            both = x.both(where)
-            if not both:
+            if x.end <= where.begin or where.end <= x.begin or not (both := x.both(where)):
                 continue
             self.overlapping[where].append(x)
             if x is not where:
@@ -235,7 +235,7 @@ class Run:
                     return moved
                 self.noted[thread.index].append(thread.next)
                 thread.clock[thread.index] += 1
-            if not self.step(thread, Event(thread.next[0]), thread.next[1:]):
+            if not self.step(thread, EVENTS[thread.next[0]], thread.next[1:]):
                 return moved
             thread.next = None
             moved = True
@@ -243,6 +243,8 @@ class Run:
     def step(self, thread: Thread, event: Event, x: Noted) -> bool:
         """Returns False if the thread has to wait."""
         match event:
+            case Event.Read | Event.Write:  # most of them
+                self.access(thread, event, interval(x[0], x[1])).end = thread.now
             case Event.Init:
                 component = len(self.threads) + len(self.barriers)
                 self.barriers[x[0]] = Barrier(self.barrier_names[x[0]], x[1], component)
@@ -259,8 +261,6 @@ class Run:
                 return self.sync(thread, ("barrier", x[0]), x[1], event == Event.Sync)
             case Event.WarpSync:
                 return self.sync(thread, ("warp", thread.index // 2), 32, True)
-            case Event.Read | Event.Write:
-                self.access(thread, event, interval(x[0], x[1])).end = thread.now
             case Event.Load:
                 self.load(thread, self.barriers[x[2]], x[0], x[1])
             case Event.Store | Event.Copy:
@@ -361,7 +361,7 @@ class Run:
         for other_bytes, other in self.memory.add(where, access):
             if other.event == event == Event.Write and other.thread ^ 1 == thread.index:
                 continue  # lanes of a warp: one instruction, of the same value
-            if other.end is None or not seen(clock, [other.end]):
+            if other.end is None or clock[other.end[0]] < other.end[1]:
                 fault = "may not be complete"
             elif other.event == Event.Write and event in BY_PROXY and not fenced(other, clock):
                 fault = "has no fence"
@@ -379,4 +379,4 @@ class Run:
 
 
 def fenced(access: Access, clock: Clock) -> bool:
-    return access.fence is not None and seen(clock, [(access.thread, access.fence)])
+    return access.fence is not None and clock[access.thread] >= access.fence

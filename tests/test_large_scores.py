@@ -133,6 +133,11 @@ def test_options(name: str, variant: str, device: str) -> None:
     assert_right(actual, inputs, **options)
 
 
+def many_keys(keys: int, device: str) -> int:
+    """The CPU's kernels have no splits: a few of their tiles of keys are as good as many."""
+    return keys if device == "cuda" else min(keys, 700)
+
+
 @pytest.mark.parametrize(
     ("dtype", "factor", "lowest"),
     [(torch.bfloat16, 1.0, -1e9), (torch.bfloat16, 1.0, -1e8), (torch.float16, 2e3, -6e4)],
@@ -150,6 +155,7 @@ def test_a_maximum_that_was_large(
     """
     if device == "cpu" and variant not in flash_ext.CPU_VARIANTS:
         pytest.skip("not on the CPU")
+    keys = many_keys(keys, device)
     q, k, v, dout = tensors(device, dtype, 1.0, keys, False, queries, 4)
     q, k = factor * (1 + q / 16), k / factor
     for below in (slice(100, None), slice(0, -100)):
@@ -165,7 +171,7 @@ def test_a_maximum_that_was_large(
 def test_splits_of_the_keys(equal: bool, heads: int, queries: int, device: str) -> None:
     """Few queries to many keys: split-KV, with splits of unequal lengths. Up to 64 rows, queries or
     those of a group, fa3 has a kernel of their own."""
-    inputs = tensors(device, torch.bfloat16, 1e5, 4000, equal, queries, heads)
+    inputs = tensors(device, torch.bfloat16, 1e5, many_keys(4000, device), equal, queries, heads)
     assert_right(results(flash_ext, *inputs), inputs)
 
 

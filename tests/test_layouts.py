@@ -83,22 +83,26 @@ def check_loads(layouts: ModuleType, tile: tuple, in_boxes: bool, source: random
     check_map(tensor_map, size)
     chunks = layouts.chunks(*tile)
     written = set()
+    # Here and not in the loop: each attribute of the map is a new list.
+    sizes, steps, box_rows, pitch = (
+        tensor_map.sizes, tensor_map.strides, tensor_map.box[1], tensor_map.swizzle
+    )  # fmt: skip
+    begin_of_tile = batch * strides[0] + (begin + row) * strides[1] + head * strides[2]
     for address, count_of_bytes, _, xy, zw in loads:
         (x, y), (z, w) = signed(xy), signed(zw)
-        box_rows, pitch = tensor_map.box[1], tensor_map.swizzle
         assert count_of_bytes == box_rows * pitch
+        in_head = 0 <= z < sizes[2] and 0 <= w < sizes[3]
+        begin_of_head = tensor_map.address + z * steps[1] + w * steps[2]
         for box_row, byte, target in box_addresses(address, pitch, box_rows):
-            column = x + byte // size
-            coordinates = (column, y + box_row, z, w)
+            column, line = x + byte // size, y + box_row
             i, chunk = (address - shared) % (rows * pitch) // pitch + box_row, column * size // 16
             assert target == shared + chunks[i][chunk]
             written.add((i, chunk))
-            inside = all(0 <= c < n for c, n in zip(coordinates, tensor_map.sizes, strict=True))
+            inside = in_head and 0 <= column < sizes[0] and 0 <= line < sizes[1]
             assert inside == (row + i < count and column < head_dim)
-            found = tensor_map.address + column * size
-            found += sum(c * s for c, s in zip(coordinates[1:], tensor_map.strides, strict=True))
-            element = batch * strides[0] + (begin + row + i) * strides[1] + head * strides[2]
             if inside:
+                found = begin_of_head + column * size + line * steps[0]
+                element = begin_of_tile + i * strides[1]
                 assert found % (1 << 64) == base + size * (element + column)
     assert len(written) == rows * cols * size // 16
 
@@ -459,22 +463,22 @@ def test_tma_loads_the_columns_of_a_sequence(tile: tuple, layouts: ModuleType) -
         key, shared = source.choice((0, cols, keys // cols * cols)), 1024 * source.randrange(200)
         tensor_map, loads = layouts.load_columns(rows, cols, base, pitch, offset, keys, key, shared)
         check_map(tensor_map, 1)
+        sizes, strides, box_rows, swizzle = (
+            tensor_map.sizes, tensor_map.strides, tensor_map.box[1], tensor_map.swizzle
+        )  # fmt: skip
         written = set()
         for address, count_of_bytes, _, xy, zw in loads:
             (x, y), (z, w) = signed(xy), signed(zw)
-            box_rows, swizzle = tensor_map.box[1], tensor_map.swizzle
             assert count_of_bytes == box_rows * swizzle == rows * swizzle
             first_col = (address - shared) // (rows * swizzle) * swizzle
             for row, byte, target in box_addresses(address, swizzle, box_rows):
                 assert target == shared + chunks[row][(first_col + byte) // 16]
                 written.add((row, first_col + byte))
                 coordinates = (x + byte, y + row, z, w)
-                sizes = tensor_map.sizes
                 inside = all(0 <= c < n for c, n in zip(coordinates, sizes, strict=True))
                 column = key + first_col + byte
                 assert inside == (column < -(-keys // 16) * 16 and row < rows - 16)
                 found = tensor_map.address + coordinates[0]
-                strides = tensor_map.strides
                 found += sum(c * s for c, s in zip(coordinates[1:], strides, strict=True))
                 if inside:
                     assert found % (1 << 64) == base + offset + row * pitch + column
