@@ -18,15 +18,15 @@ std::optional<int> forced(const char* name) {
     return value == nullptr ? std::nullopt : std::optional(std::atoi(value));
 }
 
-// Why TMA cannot load the bias, nor a copy of it; empty where it can. Its sum of two numbers of 16
-// bits is exact enough for a float32 bias if they have the range of bfloat16.
+// Why TMA cannot load the bias, nor a copy of it; empty where it can.
 std::string bias_reason(const AttentionParams& params) {
     const Bias& bias = params.bias;
     if (bias.data == nullptr) return "";
     if (is_varlen(params)) return "has no bias with sequences of different lengths";
-    if (bias.type == BiasType::kFloat32 && params.element_type == ElementType::kFloat16)
-        return "has no float32 bias with float16 inputs";
     if (std::ranges::count(bias.sizes, 0) > 0) return "has no empty bias";
+    const HeadDims dims = head_dims(params);
+    if (bias.type == BiasType::kFloat32 && max_of(dims.qk, dims.v) > tuning::kFa3Float32BiasHeadDim)
+        return text("has no float32 bias above head dimension ", tuning::kFa3Float32BiasHeadDim);
     return "";
 }
 
@@ -36,8 +36,8 @@ void plan_bias(Plan& plan) {
     const Bias& bias = plan.params.bias;
     TiledBias& tiled = plan.kernel.bias;
     if (bias.data == nullptr) return;
-    tiled.parts = bias.type == BiasType::kFloat32 ? 2 : 1;
-    bool as_it_is = bias.type == BiasType::kElement &&
+    tiled.element_bytes = bias.type == BiasType::kFloat32 ? 4 : 2;
+    bool as_it_is = bias.type != BiasType::kBool &&
                     reinterpret_cast<uintptr_t>(bias.data) % 16 == 0 && bias.sizes[2] > 1 &&
                     bias.sizes[3] > 1;
     for (int dim = 0; dim < 4; ++dim) {
@@ -45,15 +45,14 @@ void plan_bias(Plan& plan) {
         tiled.sizes[dim] = bias.sizes[dim];
         if (dim == 3) continue;
         tiled.strides[dim] = bias.strides[dim];
-        as_it_is = as_it_is &&
-                   (tiled.broadcast[dim] || (bias.strides[dim] > 0 && bias.strides[dim] % 8 == 0));
+        const int64_t bytes = tiled.element_bytes * bias.strides[dim];
+        as_it_is = as_it_is && (tiled.broadcast[dim] || (bytes > 0 && bytes % 16 == 0));
     }
     tiled.is_copy = !as_it_is;
     if (as_it_is) {
         tiled.data = const_cast<void*>(bias.data);
         return;
     }
-    tiled.sizes[1] *= tiled.parts;
     if (tiled.broadcast[2]) tiled.sizes[2] = kBiasTile;
     tiled.sizes[3] = tiled.broadcast[3] ? kBiasTile : ceil_div(bias.sizes[3], 8) * 8;
     int64_t elements = tiled.sizes[3];
@@ -61,7 +60,7 @@ void plan_bias(Plan& plan) {
         tiled.strides[dim] = elements;
         elements *= tiled.sizes[dim];
     }
-    plan.workspace.reserve(tiled.data, 2 * elements);
+    plan.workspace.reserve(tiled.data, tiled.element_bytes * elements);
 }
 
 // Of the call with its rows in aligned copies.

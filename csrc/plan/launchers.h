@@ -24,12 +24,11 @@
 
 namespace flash_ext {
 
-// A bias in numbers of 16 bits, of which TMA can load tiles (kernels/fa3/bias_tiles.cuh): the given
-// one, or a copy of it in the workspace. A part is a term of a sum. The copy is as long as a tile
-// where one row or one column is for all.
+// A bias of which TMA can load tiles (kernels/fa3/bias_tiles.cuh): the given one, or a copy of it
+// in the workspace, which is as long as a tile where one row or one column is for all.
 struct TiledBias {
-    void* data = nullptr;  // (B, Hq parts, Sq, Sk), 1 where one batch element or head is for all
-    int parts = 0;         // 0: there is no bias
+    void* data = nullptr;  // (B, Hq, Sq, Sk), 1 where one batch element or head is for all
+    int element_bytes;
     bool is_copy = false;
     bool broadcast[4];  // is one index for all?
     int64_t sizes[4];

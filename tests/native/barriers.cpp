@@ -170,10 +170,10 @@ TileOrder tile_order_of(const AttentionParams& params, int rows, int block, int 
     return {tile_numbers(params, rows, block), heads, tensor_batches(params)};
 }
 
-// In two parts, as a float32 one.
+// Of float32, whose tiles have two stages.
 TiledBias bias_of(const AttentionParams& params) {
     return {.data = global,
-            .parts = 2,
+            .element_bytes = 4,
             .broadcast = {},
             .sizes = {params.batch, params.heads_q, params.seqlen_q, params.seqlen_k},
             .strides = {}};

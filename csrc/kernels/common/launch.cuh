@@ -52,6 +52,7 @@ cudaError_t launch_fitting(const GpuModel& gpu, Launch launch) {
 template <class Element>
 inline constexpr CUtensorMapDataType kTensorMapType =
     sizeof(Element) == 1              ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+    : std::is_same_v<Element, float>  ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
     : std::is_same_v<Element, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                       : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
 

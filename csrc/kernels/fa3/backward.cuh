@@ -245,9 +245,10 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
     // P^T = 2^(S^T scale - lse)
     FLASH_DEVICE void probabilities(State& s, const KeyTile& tile) const {
         if constexpr (Base::kBias)
-            add_bias<Rows::kKeys, typename Base::BiasTile>(s.rS, this->bias_pipeline(), s.bias,
-                                                           warp_key, params.scale_log2,
-                                                           params.bias_map.parts);
+            add_bias<Rows::kKeys, typename Base::BiasTile,
+                     kHeadDim <= tuning::kFa3Float32BiasHeadDim>(
+                s.rS, this->bias_pipeline(), s.bias, warp_key, params.scale_log2,
+                params.bias_map.is_float32);
         warp_scores(tile, s.at)
             .probabilities(s.rS, storage.lse[s.q.stage],
                            s.at.i < s.full.begin || s.at.i >= s.full.end, tile.large_lse);

@@ -48,7 +48,7 @@ struct Fa3BackwardProducers : Fa3Cta<MayHaveBias<Fa3BackwardParams, kOptions>, K
     using DQTile = Fa3DQTile<Element, kHeadDim, kBlockQ, kTuning.transpose_dq>;
     using DQPipeline = Pipeline<1, 64 * 4 * DQTile::Fragments::kCols>;  // one per consumer
 
-    using BiasTile = SharedTile<Element, kBlockQ, kBlockKV>;
+    using BiasTile = flash_ext::BiasTile<Element, kBlockQ, kBlockKV>;
     using BiasPipeline = Pipeline<max_of(kTuning.bias_stages, 1), BiasTile::kBytes>;
     struct BiasStorage {
         typename BiasPipeline::Stages stages;

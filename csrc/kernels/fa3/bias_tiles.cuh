@@ -1,10 +1,9 @@
-// The bias of FA3's kernels: tiles of 16-bit numbers that TMA brings to shared memory, a row for
-// each query, ahead of the scores to which they are added.
+// The bias of FA3's kernels: tiles with a row for each query, which TMA brings to shared memory
+// ahead of the scores to which they are added.
 //
-// A bias whose rows TMA can address is loaded as it is. Others are first copied by tile_bias(): a
-// float32 bias as two parts whose sum it is to 2^-16, one of bool as 0 and -inf, one row or column
-// for all as a tile's worth of equal ones. The parts of a tile are stages of the pipeline, one
-// after another.
+// A bias whose rows TMA can address is loaded as it is. Others are first copied by tile_bias(): one
+// of bool as 0 and -inf in 16 bits, one row or column for all as a tile's worth of equal ones. A
+// stage of the pipeline is a tile of 16-bit numbers, or half of the keys of a float32 one.
 #pragma once
 
 #include "kernels/common/launch.cuh"
@@ -16,10 +15,17 @@
 
 namespace flash_ext {
 
+// A tile, and half of its keys in float32, which has as many bytes.
+template <class Element, int kBlockQ, int kBlockKV>
+struct BiasTile : SharedTile<Element, kBlockQ, kBlockKV> {
+    using Half = SharedTile<float, kBlockQ, kBlockKV / 2>;
+    static_assert(Half::kBytes == BiasTile::kBytes && Half::kAtoms == BiasTile::kAtoms);
+};
+
 // What a kernel's params have besides, with a bias. The steps are 0 where one index is for all.
 struct BiasMap {
-    CUtensorMap map;  // of (B, Hq parts, Sq, Sk)
-    int parts;
+    CUtensorMap map;  // of (B, Hq, Sq, Sk)
+    bool is_float32;
     int batch_step, head_step, row_step, col_step;
 
     // Encodes the map, and fills the copy if there is one.
@@ -30,36 +36,38 @@ struct BiasMap {
                     tile_bias(params.bias, params.element_type, bias, stream);
                 status != cudaSuccess)
                 return status;
-        parts = bias.parts;
+        is_float32 = bias.element_bytes == 4;
         const auto step = [&](int dim) { return bias.broadcast[dim] ? 0 : 1; };
         batch_step = step(0);
-        head_step = step(1) * parts;
+        head_step = step(1);
         row_step = step(2);
         col_step = step(3);
-        cuuint64_t strides[3];  // in bytes; of a single index never used, but TMA needs one
-        for (int i = 0; i < 3; ++i) strides[i] = max_of<int64_t>(2 * bias.strides[2 - i], 16);
-        return encode_tensor_map<Tile>(
-            map, bias.data,
-            {static_cast<cuuint64_t>(bias.sizes[3]), static_cast<cuuint64_t>(bias.sizes[2]),
-             static_cast<cuuint64_t>(bias.sizes[1]), static_cast<cuuint64_t>(bias.sizes[0])},
-            strides, Tile::kRows);
+        cuuint64_t sizes[4], strides[3];  // in bytes; of a single index never used, but needed
+        for (int i = 0; i < 4; ++i) sizes[i] = bias.sizes[3 - i];
+        for (int i = 0; i < 3; ++i)
+            strides[i] = max_of<int64_t>(bias.element_bytes * bias.strides[2 - i], 16);
+        return is_float32 ? encode_tensor_map<typename Tile::Half>(map, bias.data, sizes, strides,
+                                                                   Tile::kRows)
+                          : encode_tensor_map<Tile>(map, bias.data, sizes, strides, Tile::kRows);
     }
 
-    // Loads the parts of a tile.
+    // Loads a tile.
     template <class Tile, class Pipeline>
     FLASH_DEVICE void load(const Pipeline& pipeline, typename Pipeline::State& state,
                            const Sequence& sequence, int head, int first_query,
                            int first_key) const {
+        int col = first_key * col_step;
 #pragma unroll 1
-        for (int part = 0; part < parts; ++part) {
+        for (int part = is_float32 ? 0 : 1; part < 2; ++part) {
             pipeline.producer_acquire(state);
             pipeline.producer_expect(state, Tile::kBytes);
-#pragma unroll
-            for (int atom = 0; atom < Tile::kAtoms; ++atom)
-                ptx::tma_load_4d(
-                    pipeline.stage(state) + atom * Tile::kAtomBytes, map, pipeline.full(state),
-                    first_key * col_step + atom * Tile::kAtomCols, first_query * row_step,
-                    head * head_step + part, sequence.batch * batch_step);
+#pragma unroll 1
+            for (int atom = 0; atom < Tile::kAtoms; ++atom) {
+                ptx::tma_load_4d(pipeline.stage(state) + atom * Tile::kAtomBytes, map,
+                                 pipeline.full(state), col, first_query * row_step,
+                                 head * head_step, sequence.batch * batch_step);
+                col += is_float32 ? Tile::Half::kAtomCols : Tile::kAtomCols;
+            }
             state.advance();
         }
     }
@@ -73,13 +81,18 @@ template <class Params, OptionSet kOptions>
 using MayHaveBias =
     std::conditional_t<contains(kOptions, OptionSet::kBias), WithBias<Params>, Params>;
 
-// Scores of a warp in base 2, with the bias: s = s scale + log2(e) bias. The warp's rows begin at
-// row `first_row` of the tile if rows are queries, otherwise at its column first_row. Rounded
-// towards zero, so that finite numbers stay finite, such as the most negative one, which masks use.
+// A score in base 2, with its bias. Rounded towards zero, so that finite numbers stay finite, such
+// as the most negative one, which masks use.
+FLASH_DEVICE float with_bias(float score, float scale, float bias) {
+    return __fmaf_rz(kLog2e, bias, score * scale);
+}
+
+// Adds a tile of 16-bit numbers. The warp's rows begin at its row `first_row` if rows are queries,
+// otherwise at its column first_row.
 template <Rows kRows, class Tile, class Scores>
-FLASH_DEVICE void add_bias(Scores& s, uint32_t tile, int first_row, float scale) {
+FLASH_DEVICE void add_bias_16(Scores& s, uint32_t tile, int first_row, float scale) {
     constexpr bool kByQuery = kRows == Rows::kQueries;
-    const int lane = ptx::not_hoisted(lane_id());  // over the loop it would take a register
+    const int lane = ptx::lane_not_hoisted();  // over the loop it would take a register
     const uint32_t address =
         tile + (kByQuery ? Tile::offset(first_row + lane % 16, lane / 16)
                          : Tile::offset(lane / 16 * 8 + lane % 8, first_row / 8 + lane / 8 % 2));
@@ -97,26 +110,80 @@ FLASH_DEVICE void add_bias(Scores& s, uint32_t tile, int first_row, float scale)
             const float2 b = ptx::unpack<typename Tile::Element>(pairs[j]);
             float (&x)[4] = s.v[0][2 * k + j / 2];
             const int i = j % 2 * 2;
-            x[i] = __fmaf_rz(kLog2e, b.x, x[i] * scale);
-            x[i + 1] = __fmaf_rz(kLog2e, b.y, x[i + 1] * scale);
+            x[i] = with_bias(x[i], scale, b.x);
+            x[i + 1] = with_bias(x[i + 1], scale, b.y);
         }
     }
 }
 
-// The same with a tile's parts, as they come. By all lanes of a warp. The position in the pipeline
-// is in one register, over the loop of a kernel.
-template <Rows kRows, class Tile, class Scores, class Pipeline>
+// Adds half of a float32 tile. Rows are queries: to the scores of its keys, whose first column is
+// kFirstCol. Rows are keys: to all scores, if they are of its keys.
+template <Rows kRows, class Half, int kFirstCol, class Scores>
+FLASH_DEVICE void add_bias_32(Scores& s, uint32_t half, int first_row, float scale) {
+    const int lane = ptx::lane_not_hoisted();
+    const int row = lane / 4, col = lane % 4 * 2;  // of the lane's first score
+    if constexpr (kRows == Rows::kQueries) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const uint32_t address =
+                half + Half::offset(first_row + row + 8 * i, col / 4) + col % 4 * 4;
+#pragma unroll
+            for (int n = 0; n < Half::kCols / 8; ++n) {
+                float b[2];
+                ptx::ld_shared_v2(b, (address ^ (n % Half::kBlocksPerAtom * 32)) +
+                                         n / Half::kBlocksPerAtom * Half::kAtomBytes);
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    float& x = s.v[0][kFirstCol / 8 + n][2 * i + e];
+                    x = with_bias(x, scale, b[e]);
+                }
+            }
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const int key = first_row + row + 8 * i;
+                const uint32_t address = half + Half::offset(col + e, key / 4) + key % 4 * 4;
+#pragma unroll
+                for (int n = 0; n < Scores::kN; ++n) {
+                    float& x = s.v[0][n][2 * i + e];
+                    const int bits = ptx::ld_shared(address + n * 8 * Half::kPitch);
+                    x = with_bias(x, scale, __int_as_float(bits));
+                }
+            }
+    }
+}
+
+// Scales and adds the tile that comes next in the pipeline, by all lanes of a warp. The position in
+// the pipeline is in one register, over the loop of a kernel.
+template <Rows kRows, class Tile, bool kMayBeFloat32, class Scores, class Pipeline>
 FLASH_DEVICE void add_bias(Scores& s, const Pipeline& pipeline, uint32_t& position, int first_row,
-                           float scale, int parts) {
+                           float scale, bool is_float32) {
     typename Pipeline::State state{position / 2, position % 2};
-#pragma unroll 1
-    for (int part = 0; part < parts; ++part) {
+    const auto with_stage = [&](auto add) {
         pipeline.consumer_wait(state);
-        add_bias<kRows, Tile>(s, pipeline.stage(state), first_row, scale);
+        add(pipeline.stage(state));
         __syncwarp();
-        pipeline.consumer_release_if(lane_id() == 0, state);
+        if (lane_id() == 0) pipeline.consumer_release(state);
         state.advance();
-        scale = 1.f;
+    };
+    using Half = typename Tile::Half;
+    if (!kMayBeFloat32 || !is_float32) [[likely]] {
+        with_stage([&](uint32_t tile) { add_bias_16<kRows, Tile>(s, tile, first_row, scale); });
+    } else if constexpr (kRows == Rows::kQueries) {
+        with_stage([&](uint32_t half) { add_bias_32<kRows, Half, 0>(s, half, first_row, scale); });
+        with_stage([&](uint32_t half) {
+            add_bias_32<kRows, Half, Half::kCols>(s, half, first_row, scale);
+        });
+    } else {
+#pragma unroll 1
+        for (int part = 0; part < 2; ++part)
+            with_stage([&](uint32_t half) {
+                if (first_row / Half::kCols == part)
+                    add_bias_32<kRows, Half, 0>(s, half, first_row % Half::kCols, scale);
+            });
     }
     position = 2 * state.stage + state.phase;
 }

@@ -74,7 +74,7 @@ struct Fa3ForwardTiles
     using Order = PingPong<kConsumers, kTuning.ping_pong>;
     static constexpr bool kBias = contains(kOptions, OptionSet::kBias);
     static_assert(!kBias || kTuning.ping_pong);  // otherwise consumers would skip tiles of it, too
-    using BiasTile = SharedTile<Element, kBlockQ, kBlockKV>;
+    using BiasTile = flash_ext::BiasTile<Element, kBlockQ, kBlockKV>;
     using BiasPipeline = Pipeline<max_of(kTuning.bias_stages, 1), BiasTile::kBytes>;
     struct BiasStorage {
         typename BiasPipeline::Stages stages;
@@ -335,8 +335,9 @@ struct Fa3ForwardTiles
         const int first_row = warp_row();
         const int first_key = tile.kv_tiles.tile(x.kv_tile) * kBlockKV;
         if constexpr (kBias) {
-            add_bias<Rows::kQueries, BiasTile>(rS, bias_pipeline(), x.bias, first_row,
-                                               params.scale_log2, params.bias_map.parts);
+            add_bias<Rows::kQueries, BiasTile, kHeadDim <= tuning::kFa3Float32BiasHeadDim>(
+                rS, bias_pipeline(), x.bias, first_row, params.scale_log2,
+                params.bias_map.is_float32);
         } else if constexpr (changes_scores(kOptions))
             // Packed GQA has no ALiBi, which uses first_query.
             ScoreFunction<Element, Rows::kQueries, kOptions>{params, tile.sequence, tile.head}
