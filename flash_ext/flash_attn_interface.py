@@ -310,11 +310,14 @@ def flash_attn_with_kvcache(
         torch.Size([2, 1, 4, 16])
     """
     refuse_given(qv=qv)
+    # FlashAttention-3 looks at these only with k and with cos, and engines always give them.
+    of_new = {} if k is None else {"cu_seqlens_k_new": cu_seqlens_k_new}
+    of_cos = {} if rotary_cos is None else {"rotary_seqlens": rotary_seqlens}
     call = checked_call(
         q, k_cache, v_cache, k, v, all_angles=page_table is not None, cache_seqlens=cache_seqlens,
         page_table=page_table, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad,
-        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new, rotary_cos=rotary_cos,
-        rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved, rotary_seqlens=rotary_seqlens,
+        cu_seqlens_q=cu_seqlens_q, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
+        rotary_interleaved=rotary_interleaved, **of_new, **of_cos,
     )  # fmt: skip
     seqlen_q = max_seqlen_q if cu_seqlens_q is not None else q.shape[1]
     options = _options_of(

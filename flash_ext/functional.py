@@ -48,6 +48,10 @@ class AttentionOptions(TypedDict, total=False):
 
 
 _ELSEWHERE = {
+    "block_table": "page_table of attention_with_cache",
+    "cache_seqlens": "an argument of attention_with_cache",
+    "page_table": "an argument of attention_with_cache",
+    "rotary_cos": "an argument of attention_with_cache",
     "attn_mask": "bias: added to the scores, or bool, True where a key is visible",
     "dropout": "dropout_p",
     "enable_gqa": "not needed: k and v may have fewer heads",

@@ -10,13 +10,14 @@ CPU and CUDA, and an argument that is refused after something was written.
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from compiled import DEVICE_CODE, FAKE_CUDA, NATIVE, python_module
+from compiled import DEVICE_CODE, FAKE_CUDA, NATIVE, load_host_side, python_module
 
 Tensor = torch.Tensor
 append_kv = torch.ops.flash_ext.append_kv
@@ -250,6 +251,33 @@ def test_errors_write_nothing(message: str, change: dict[str, Any], device: str)
     with pytest.raises((ValueError, RuntimeError), match=f"flash_ext: {message}"):
         append_kv(**given)
     assert not given["k_cache"].any() and not given["v_cache"].any()
+
+
+def words_of(op: str, call: Call) -> str:
+    names = ("q", "page_table", "cu_seqlens_q", "cu_seqlens_k", "rotary_cos", "rotary_sin",
+             "rotary_seqlens")  # fmt: skip
+    tensors = {name: call.options.get(name) for name in names}
+    flags = {name: call.options.get(name, False)
+             for name in ("rotary_interleaved", "q_at_one_position")}  # fmt: skip
+    return str(getattr(torch.ops.flash_ext, op)(*call.tensors(), **tensors, **flags))
+
+
+def test_csrc_accepts_what_the_words_accept() -> None:
+    """The conditions of csrc, where the CPU is its device, beside flash_ext/cpu/append_kv.py."""
+    load_host_side()
+    for seed in range(60):
+        call = some(seed, DTYPES[seed % 4])
+        assert words_of("refused_append_kv", call) == words_of("refusal_of_append_kv", call) == ""
+    for message, change in ERRORS.values():
+        call = plain()
+        for name, x in change.items():
+            if name in ("k_cache", "v_cache", "k", "v", "cache_seqlens"):
+                setattr(call, name, x)
+            else:
+                call.options[name] = x
+        why = words_of("refusal_of_append_kv", call)
+        assert re.match(f"flash_ext: {message}", why), why
+        assert words_of("refused_append_kv", call) == why
 
 
 def test_a_cache_has_memory_for_each_element(device: str) -> None:

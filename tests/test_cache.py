@@ -37,13 +37,13 @@ class Case:
     options: dict[str, Any]
 
     def to(self, device: str) -> Case:
-        """On a device, where CUDA has 16 bits; the values are the same everywhere."""
+        """On a device: CUDA has bfloat16, of which all numbers are."""
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
 
         def move(x: Any) -> Any:
             if not isinstance(x, Tensor):
                 return x
-            return x.to(device, torch.bfloat16 if device == "cuda" and x.is_floating_point() else
-                        x.dtype)  # fmt: skip
+            return x.to(device, dtype if x.is_floating_point() else x.dtype, copy=True)
 
         options = {name: move(x) for name, x in self.options.items()}
         return Case(move(self.q), move(self.k_cache), move(self.v_cache), options)
@@ -94,9 +94,9 @@ def some(seed: int) -> Case:
     if draw.random() < 0.2:
         options["softcap"] = 2.0
     if draw.random() < 0.2:
-        options["sink"] = torch.randn(heads * group)
+        options["sink"] = numbers(heads * group)
     if draw.random() < 0.2:
-        options["alibi_slopes"] = torch.rand(heads * group)
+        options["alibi_slopes"] = numbers(heads * group).abs()
     order = draw.sample(range(elements), batch) if indexed else list(range(batch))
     if indexed:
         options["cache_batch_idx"] = ints(*order)
@@ -176,9 +176,15 @@ def parts(x: Tensor | None, cu_seqlens: Tensor | None, batch: int) -> list[Tenso
 OF_ATTENTION = ("causal", "window", "softcap", "sink", "alibi_slopes", "scale")
 
 
-def expected(case: Case) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
-    """out (Sq, Hq, Dv) and lse (Hq, Sq) of each sequence, and the caches afterwards."""
+def expected(case: Case, device: str = "cpu") -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
+    """out (Sq, Hq, Dv) and lse (Hq, Sq) of each sequence, and the caches afterwards. On CUDA
+    rotated rows are rounded to bfloat16."""
     options = case.options
+
+    def turned(x: Tensor, positions: Tensor) -> Tensor:
+        x = rotated(x, positions, options)
+        return x.bfloat16().double() if device == "cuda" else x
+
     k_cache, v_cache = case.k_cache.clone(), case.v_cache.clone()
     size = k_cache.shape[1]
     cu_q = options.get("cu_seqlens_q")
@@ -198,7 +204,7 @@ def expected(case: Case) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
     for b, q in enumerate(parts(case.q, cu_q, batch)):
         places = [(rows[b][i // size], i % size) for i in range(held[b] + len(new_k[b]))]
         positions = first[b] + torch.arange(len(new_k[b]))
-        for place, k, v in zip(places[held[b] :], rotated(new_k[b], positions, options), new_v[b],
+        for place, k, v in zip(places[held[b] :], turned(new_k[b], positions), new_v[b],
                                strict=True):  # fmt: skip
             k_cache[place], v_cache[place] = k, v
         begin = int(options["cache_leftpad"][b]) if "cache_leftpad" in options else 0
@@ -206,7 +212,7 @@ def expected(case: Case) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
         positions = first[b] + (torch.arange(len(q)) if moves else torch.zeros(len(q))).long()
         mine = {name: x for name, x in options.items() if name in OF_ATTENTION}
         out, lse = flash_ext.reference.attention(
-            rotated(q, positions, options)[None].double(), k_cache[where][None].double(),
+            turned(q, positions)[None].double(), k_cache[where][None].double(),
             v_cache[where][None].double(),
             **{n: x.double() if isinstance(x, Tensor) else x for n, x in mine.items()},
         )  # fmt: skip
@@ -222,7 +228,7 @@ def assert_near(found: Tensor, wanted: Tensor) -> None:
 
 
 def check(case: Case, device: str) -> None:
-    outs, lses, k_cache, v_cache = expected(case)
+    outs, lses, k_cache, v_cache = expected(case, device)
     moved = case.to(device)
     out, lse = moved.run()
     if "cu_seqlens_q" in case.options:
@@ -264,8 +270,7 @@ def pages(device: str = "cpu", rotary: bool = True) -> Case:
         "k": numbers(2, 2, 2, 16), "v": numbers(2, 2, 2, 16),
     }  # fmt: skip
     if rotary:
-        angles = torch.randn(12, 4)
-        options |= {"rotary_cos": angles.cos(), "rotary_sin": angles.sin(),
+        options |= {"rotary_cos": numbers(12, 4), "rotary_sin": numbers(12, 4),
                     "rotary_interleaved": True}  # fmt: skip
     caches = numbers(6, 4, 2, 16), numbers(6, 4, 2, 16)
     return Case(numbers(2, 2, 4, 16), *caches, options).to(device)
@@ -332,6 +337,43 @@ def test_varlen_with_a_block_table(device: str) -> None:
     with pytest.raises(RuntimeError, match="no variant has a backward with a page table"):
         fa2.flash_attn_varlen_func(q.requires_grad_(), case.k_cache, case.v_cache, **call,
                                    block_table=table)  # fmt: skip
+
+
+def test_calls_of_engines(device: str) -> None:
+    """Word by word: mini-sglang's (pages of one key, offsets of new keys that there are not), and
+    one step of transformers' continuous batching and of nano-vllm."""
+    case = pages(device, rotary=False)
+    table, new = case.options["page_table"], [case.options[name][:, :1] for name in "kv"]
+    held = case.options["cache_seqlens"]
+    tokens = [x.reshape(-1, 1, *x.shape[2:]) for x in (case.k_cache, case.v_cache)]
+    rows = torch.arange(4, dtype=torch.int32, device=device)
+    of_tokens = (table.clamp(min=0)[..., None] * 4 + rows).flatten(1)
+    edges = ints(0, 1, 3).to(device)
+    q = torch.cat((case.q[0, :1], case.q[1]))
+    found = fa3.flash_attn_with_kvcache(
+        q=q, k_cache=tokens[0], v_cache=tokens[1], page_table=of_tokens[:, :11], cache_seqlens=held,
+        cu_seqlens_q=edges, cu_seqlens_k_new=ints(0, 3, 12).to(device), max_seqlen_q=2,
+        softmax_scale=0.3, sm_margin=0, window_size=(-1, -1), softcap=0.0, num_splits=0,
+        pack_gqa=None, causal=True,
+    )  # fmt: skip
+    options = {"cache_seqlens": held, "page_table": table, "scale": 0.3, "causal": True}
+    wide = Case(q, case.k_cache, case.v_cache, options | {"cu_seqlens_q": edges}).to("cpu")
+    assert_near(found, torch.cat(expected(wide)[0]))
+
+    step = Case(case.q[:, :1], case.k_cache, case.v_cache,
+                options | dict(zip("kv", new, strict=True))).to("cpu")  # fmt: skip
+    outs, _, k_cache, _ = expected(step)
+    found = fa2.flash_attn_with_kvcache(
+        case.q[:, :1], case.k_cache, case.v_cache, *new, causal=True, softmax_scale=0.3,
+        block_table=table, cache_seqlens=held,
+    )  # fmt: skip
+    assert_near(found, torch.stack(outs))
+    assert_near(case.k_cache, k_cache)
+    again = fa2.flash_attn_with_kvcache(
+        case.q[:, 0].unsqueeze(1), case.k_cache, case.v_cache, cache_seqlens=held + 1,
+        block_table=table, softmax_scale=0.3, causal=True,
+    )  # fmt: skip
+    assert torch.equal(again, found)
 
 
 @pytest.mark.parametrize("used_k", [None, [5, 0, 3]])
@@ -408,7 +450,7 @@ def test_compiled(device: str) -> None:
     for lengths, table in (((3, 9), ((4, 1, -1), (0, 2, 5))), ((0, 6), ((5, -1, -1), (3, 2, -1)))):
         case = pages()
         case.options |= {"cache_seqlens": ints(*lengths), "page_table": ints(*map(list, table))}
-        outs, lses, k_cache, v_cache = expected(case)
+        outs, lses, k_cache, v_cache = expected(case, device)
         case = case.to(device)
         out, lse = run(case.q, case.k_cache, case.v_cache, case.options)
         assert_near(out, torch.stack(outs))
@@ -469,7 +511,7 @@ def test_cuda_graph() -> None:
         padded = table[1][0] < 0
         if padded:
             fresh.options["page_table"][1] = ints(5, 5, 5)
-        outs, lses, k_cache, _ = expected(fresh)
+        outs, lses, k_cache, _ = expected(fresh, "cuda")
         static.k_cache.copy_(fresh.k_cache)
         static.v_cache.copy_(fresh.v_cache)
         static.options["cache_seqlens"].copy_(ints(*lengths))
@@ -491,10 +533,10 @@ def test_cuda_graph() -> None:
 def test_shared_prefix(form: str, paged: bool, device: str) -> None:
     """As if each sequence had the prefix's keys before its own."""
     case = pages()
-    sink, cut = torch.randn(4), 6 if paged else 7
+    sink, cut = numbers(4), 6 if paged else 7
     prefix = [numbers(7, 2, 16) for _ in range(2)]
-    case.options |= {"sink": sink, "rotary_cos": torch.randn(20, 4), "scale": 0.4}
-    case.options["rotary_sin"] = torch.randn(20, 4)
+    case.options |= {"sink": sink, "rotary_cos": numbers(20, 4), "scale": 0.4}
+    case.options["rotary_sin"] = numbers(20, 4)
     if form == "packed":
         case.q = torch.cat((case.q[0], case.q[1, :1]))
         case.options["cu_seqlens_q"] = ints(0, 2, 3)
@@ -511,7 +553,7 @@ def test_shared_prefix(form: str, paged: bool, device: str) -> None:
             own = cache[b] if table is None else cache[table[b].clamp(min=0).long()].flatten(0, 1)
             mine[b, : cut + n] = torch.cat((shared[:cut], own[:n]))
     whole.options["cache_seqlens"] = held + cut
-    outs, lses, *_ = expected(whole)
+    outs, lses, *_ = expected(whole, device)
     of_prefix: dict[str, Any] = {}
     if paged:
         prefix = [torch.cat((x, torch.full((1, 2, 16), math.nan))).view(4, 2, 2, 16).flip(0)

@@ -323,7 +323,7 @@ def test_what_is_missing_is_refused_by_name(function: str, name: str, value: Any
         ({"page_table": torch.zeros(1, 1).int()}, "page_table must be int32 of shape"),
         ({"cu_seqlens_q": torch.zeros(3).int()}, "q must be of shape"),
         ({"cu_seqlens_k_new": torch.zeros(3).int()}, "k must be of shape"),
-        ({"rotary_seqlens": torch.zeros(2).int()}, "rotary_seqlens must be None without"),
+        ({"rotary_cos": torch.zeros(12, 4)}, "rotary_cos and rotary_sin must be given together"),
         ({"softmax_scale": math.inf}, "scale must be"),
         ({"window_size": 128}, "window_size must be a pair"),
     ],

@@ -63,12 +63,13 @@ def _check_bwd(*tensors: Any, **given: Any) -> None:
 
 _BACKWARD = "Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
 _OF_QUANTIZE = "*, Tensor? signs, Tensor? mean, Tensor? cu_seqlens, Tensor? seqused"
-_CACHE = "Tensor k_cache, Tensor v_cache, Tensor k, Tensor v, Tensor cache_seqlens"
-_OF_APPEND = (
-    "*, Tensor? q, Tensor? page_table, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k,"
-    " Tensor? rotary_cos, Tensor? rotary_sin, Tensor? rotary_seqlens,"
-    " bool rotary_interleaved, bool q_at_one_position"
+OF_APPEND = (
+    "Tensor k_cache, Tensor v_cache, Tensor k, Tensor v, Tensor cache_seqlens, *, Tensor? q,"
+    " Tensor? page_table, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? rotary_cos,"
+    " Tensor? rotary_sin, Tensor? rotary_seqlens, bool rotary_interleaved, bool q_at_one_position"
 )
+"""The arguments of `append_kv`."""
+
 _CHECKS: dict[str, Callable[..., object]] = {
     f"fwd(Tensor q, Tensor k, Tensor v, {schema_options()}, bool reads=False": _check_fwd,
     f"bwd({_BACKWARD}, {schema_options()}": _check_bwd,
@@ -83,7 +84,7 @@ _CHECKS: dict[str, Callable[..., object]] = {
         check_combine_parts
     ),
     "copy_rows(Tensor[] outs, Tensor x": check_copy_rows,
-    f"append_kv({_CACHE}, {_OF_APPEND}": check_append_kv,
+    f"append_kv({OF_APPEND}": check_append_kv,
 }
 for _signature, _check in _CHECKS.items():
     library.define(f"refusal_of_{_signature}) -> str")

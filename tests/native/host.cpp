@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "api/accept.h"
+#include "api/accept_append_kv.h"
 #include "api/attention.h"
 #include "api/boxing.h"
 
@@ -46,6 +47,12 @@ std::string refused_fwd(const Tensor& q, const Tensor& k, const Tensor& v, const
 }
 std::string refused_bwd(const BackwardTensors& x, const Options& options) {
     return words_of(accept_backward(x, options).has_value(), refusal("bwd", x, options));
+}
+std::string refused_append_kv(const Tensor& k_cache, const Tensor& v_cache, const Tensor& k,
+                              const Tensor& v, const Tensor& cache_seqlens,
+                              const AppendOptions& options) {
+    return words_of(accepts_append(k_cache, v_cache, k, v, cache_seqlens, options),
+                    refusal("append_kv", k_cache, v_cache, k, v, cache_seqlens, options));
 }
 
 }  // namespace
@@ -108,4 +115,5 @@ std::tuple<int64_t, int64_t, std::string, std::string> attention_check(const Ten
 STABLE_TORCH_LIBRARY_IMPL(flash_ext, CPU, m) {
     m.impl("refused_fwd", flash_ext::boxed<flash_ext::refused_fwd>);
     m.impl("refused_bwd", flash_ext::boxed<flash_ext::refused_bwd>);
+    m.impl("refused_append_kv", flash_ext::boxed<flash_ext::refused_append_kv>);
 }
