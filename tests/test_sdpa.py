@@ -758,7 +758,7 @@ def test_efficient_without_a_mask(rows, active):
 
 
 MASK_CASES = (
-    *("dropout", "float32", "top left", "empty", "no kernel", "strides"),
+    *("dropout", "float32", "top left", "empty", "no kernel", "no backward", "strides"),
     *("dimensions", "sizes", "dtypes", "bias", "dtype of bias"),
 )
 
@@ -774,6 +774,8 @@ def test_masks_fall_back(case, active):
         k, v, bias = k[:, :, :0], v[:, :, :0], bias[..., :0]
     if case == "no kernel":
         q, k = (x.repeat(1, 1, 1, 17) for x in (q, k))
+    if case == "no backward":
+        q, k = (F.pad(x, (0, 248 - 16)) for x in (q, k))
     if case == "strides":
         v = v.mT.contiguous().mT
     if case == "dimensions":
@@ -800,11 +802,20 @@ def test_masks_fall_back(case, active):
     assert keywords == {"scale": 2.0}
 
 
+def test_backward_without_lse_is_torchs(active):
+    q, k, v, dout = (x.detach() for x in mask_inputs())
+    mask = mask_of((), "gradient")
+    out = aten(EFFICIENT)(q, k, v, mask, False)[0]
+    with pytest.raises(RuntimeError, match="shape"):  # of the stand-in's result
+        torch.autograd.grad(out, mask, dout)
+    assert len(active[EFFICIENT_BACKWARD].calls) == 1
+
+
 @pytest.mark.parametrize("backend", ("aot_eager", "inductor"))
 @pytest.mark.parametrize("kind", ("gradient", "bool"))
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_masks(backend, kind, active):
-    """Also a graph that was compiled before flash_ext was restored and active again."""
+    """The strides of results are those that the compiler expects of torch's kernels."""
 
     def attend(q, k, v, mask):
         return aten(EFFICIENT)(2 * q, k, v, given_to_aten(mask, q, k), True)[0].sin()

@@ -429,7 +429,8 @@ std::optional<std::tuple<Tensor, Tensor, Tensor, Tensor>> efficient_backward(
     if (!grad_out.defined() || grad_input_mask.size() != 4) return std::nullopt;
     const Tensor q = transposed(query), k = transposed(key), v = transposed(value);
     auto options = efficient_options(q, k, v, if_defined(attn_bias), dropout_p, is_causal, scale);
-    if (!options) return std::nullopt;
+    // SDPA asks for no lse where only the mask requires a gradient: torch has its own error for it.
+    if (!options || lse.dim() != 3 || lse.size(2) < query.size(2)) return std::nullopt;
     options->deterministic = is_deterministic();
 
     const bool need_dbias = options->bias && grad_input_mask[3];
