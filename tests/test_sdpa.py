@@ -29,6 +29,7 @@ from torch.nn.attention.varlen import varlen_attn
 import flash_ext
 from flash_ext import ops, tiled
 from flash_ext.integrations import sdpa
+from flash_ext.ops import torch_private
 
 FORWARD, BACKWARD = (f"_scaled_dot_product_flash_attention{x}" for x in ("", "_backward"))
 EFFICIENT, EFFICIENT_BACKWARD = (
@@ -705,6 +706,27 @@ def test_gradient_of_an_expanded_mask(case, active):
     assert not any(x.calls for x in active.values())
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_gradients_of_a_mask_for_each_element_of_vmap(active):
+    """An element's mask is not summed over the others, in whichever way torch batches the op."""
+    q, k, v, dout = (x.detach() for x in mask_inputs())
+    masks = torch.stack([mask_of((0, 2), "float") for _ in range(3)])
+    examples = torch.randn(3, *q.shape).half()
+
+    def loss(mask, q):
+        out = aten(EFFICIENT)(q, k, v, given_to_aten(mask, q, k), True)[0]
+        return (out * dout).sum()
+
+    found = torch.vmap(torch.func.grad(loss, argnums=(0, 1)))(masks, examples)
+    for n, mask in enumerate(masks):
+        out, dq, dk, dv, dmask = by_math(examples[n], k, v, mask.clone().requires_grad_(), dout)
+        assert_near((out, found[1][n], dk, dv, found[0][n]), (out, dq, dk, dv, dmask))
+    node = masks[0].clone().requires_grad_().expand(2, 4, 6, 9).grad_fn
+    assert torch_private.sizes_before_expand(node, (2, 4, 6, 9)) == (1, 4, 1, 9)
+    assert torch_private.sizes_before_expand(node, (6, 4, 6, 9)) is None
+    assert not any(x.calls for x in active.values())
+
+
 def test_a_mask_that_hides_all_keys(active):
     q, k, v, dout = mask_inputs()
     mask = torch.zeros(6, 9, dtype=torch.float16)
@@ -736,7 +758,7 @@ def test_efficient_without_a_mask(rows, active):
 
 
 MASK_CASES = (
-    *("dropout", "float32", "top left", "empty", "no kernel", "strides"),
+    *("dropout", "float32", "top left", "empty", "no kernel", "no backward", "strides"),
     *("dimensions", "sizes", "dtypes", "bias", "dtype of bias"),
 )
 
@@ -752,6 +774,8 @@ def test_masks_fall_back(case, active):
         k, v, bias = k[:, :, :0], v[:, :, :0], bias[..., :0]
     if case == "no kernel":
         q, k = (x.repeat(1, 1, 1, 17) for x in (q, k))
+    if case == "no backward":
+        q, k = (F.pad(x, (0, 248 - 16)) for x in (q, k))
     if case == "strides":
         v = v.mT.contiguous().mT
     if case == "dimensions":
@@ -778,11 +802,20 @@ def test_masks_fall_back(case, active):
     assert keywords == {"scale": 2.0}
 
 
+def test_backward_without_lse_is_torchs(active):
+    q, k, v, dout = (x.detach() for x in mask_inputs())
+    mask = mask_of((), "gradient")
+    out = aten(EFFICIENT)(q, k, v, mask, False)[0]
+    with pytest.raises(RuntimeError, match="shape"):  # of the stand-in's result
+        torch.autograd.grad(out, mask, dout)
+    assert len(active[EFFICIENT_BACKWARD].calls) == 1
+
+
 @pytest.mark.parametrize("backend", ("aot_eager", "inductor"))
 @pytest.mark.parametrize("kind", ("gradient", "bool"))
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_masks(backend, kind, active):
-    """Also a graph that was compiled before flash_ext was restored and active again."""
+    """The strides of results are those that the compiler expects of torch's kernels."""
 
     def attend(q, k, v, mask):
         return aten(EFFICIENT)(2 * q, k, v, given_to_aten(mask, q, k), True)[0].sin()
@@ -801,7 +834,7 @@ def test_compiled_masks(backend, kind, active):
 
 def test_masks_under_another_autograd(active, monkeypatch):
     """Without torch's name for the node that runs, the mask's gradient has the size of all."""
-    monkeypatch.setattr(sdpa.torch_private, "autograd_node", lambda: None)
+    monkeypatch.setattr(torch_private, "autograd_node", lambda: None)
     q, k, v, dout = mask_inputs()
     mask = mask_of((0,), "gradient")
     out = aten(EFFICIENT)(q, k, v, given_to_aten(mask, q, k), True)[0]

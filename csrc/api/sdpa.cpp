@@ -397,10 +397,10 @@ std::optional<std::tuple<Tensor, Tensor, Tensor, Tensor>> efficient_forward(
                       state(), state());
 }
 
-// Over which dimensions of the mask autograd sums its gradient. -1: autograd is not the caller, and
-// the gradient must have torch's strides.
-int64_t summed_dims() {
-    StableIValue stack[1];
+// Over which dimensions autograd sums the gradient of a mask of these sizes. -1: autograd is not
+// the caller, and the gradient must have torch's strides.
+int64_t summed_dims(const std::vector<int64_t>& sizes) {
+    StableIValue stack[] = {from(sizes)};
     call_op("flash_ext::sdpa_summed_dims", stack);
     return torch::stable::detail::to<int64_t>(stack[0]);
 }
@@ -429,16 +429,20 @@ std::optional<std::tuple<Tensor, Tensor, Tensor, Tensor>> efficient_backward(
     if (!grad_out.defined() || grad_input_mask.size() != 4) return std::nullopt;
     const Tensor q = transposed(query), k = transposed(key), v = transposed(value);
     auto options = efficient_options(q, k, v, if_defined(attn_bias), dropout_p, is_causal, scale);
-    if (!options) return std::nullopt;
+    // SDPA asks for no lse where only the mask requires a gradient: torch has its own error for it.
+    if (!options || lse.dim() != 3 || lse.size(2) < query.size(2)) return std::nullopt;
     options->deterministic = is_deterministic();
 
     const bool need_dbias = options->bias && grad_input_mask[3];
-    const int64_t dims = need_dbias ? summed_dims() : 0;
+    std::vector<int64_t> sizes;  // of the mask
+    int64_t dims = 0;
     double copies = 1;
     if (need_dbias) {
+        sizes.assign(attn_bias.sizes().begin(), attn_bias.sizes().end());
+        dims = summed_dims(sizes);
         options->bias = once_in(std::max<int64_t>(dims, 0), attn_bias);
         for (int dim = 0; dim < 4; ++dim)
-            if (options->bias->size(dim) == 1) copies *= attn_bias.size(dim);
+            if (options->bias->size(dim) == 1) copies *= sizes[dim];
     }
     const Gradients into = {empty_bshd(q, q, q.size(3)), empty_bshd(q, k, k.size(3)),
                             empty_bshd(q, v, v.size(3))};
@@ -451,7 +455,6 @@ std::optional<std::tuple<Tensor, Tensor, Tensor, Tensor>> efficient_backward(
                            *options, need_dbias ? static_cast<float>(1 / copies) : 0, into));
     if (need_dbias && dims < 0) dbias = as_torch_has_it(dbias);
     if (copies > 1) {
-        const std::vector<int64_t> sizes(attn_bias.sizes().begin(), attn_bias.sizes().end());
         std::vector<int64_t> strides(dbias.strides().begin(), dbias.strides().end());
         for (int dim = 0; dim < 4; ++dim)
             if (dbias.size(dim) != sizes[dim]) strides[dim] = 0;

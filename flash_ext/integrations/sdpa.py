@@ -110,10 +110,10 @@ def _silence_override_warning() -> None:
         library.impl(f"sdpa_override_{_DEVICE}", _override, "CompositeExplicitAutograd")
 
 
-def _summed_dims() -> int:
+def _summed_dims(sizes: list[int]) -> int:
     """The dimensions, as bits, over which autograd sums the gradient of the mask that the efficient
-    backward returns: the dimensions that SDPA itself has expanded. -1 if the caller is not
-    autograd's node.
+    backward returns: the dimensions that SDPA itself has expanded to these sizes. -1 if the caller
+    is not autograd's node.
 
     Graphs of torch.compile expect the strides that torch's kernel gives. And strides of 0 alone do
     not mean a sum: the user's leaf may have them.
@@ -121,11 +121,11 @@ def _summed_dims() -> int:
     node = torch_private.autograd_node()
     if node is None or node.name() != "ScaledDotProductEfficientAttentionBackward0":
         return -1
-    given = torch_private.sizes_before_expand(node.next_functions[3][0])
+    given = torch_private.sizes_before_expand(node.next_functions[3][0], tuple(sizes))
     if given is None:
         return 0
-    sizes = (1,) * (4 - len(given)) + given
-    return sum(1 << dim for dim, size in enumerate(sizes) if size == 1)
+    given = (1,) * (len(sizes) - len(given)) + given
+    return sum(1 << dim for dim, size in enumerate(given) if size == 1)
 
 
 class Handle:
@@ -189,7 +189,7 @@ def _register() -> Handle:
     """Override the ops. What `torch.nn.attention` calls to activate this implementation."""
     schemas = _schemas()
     originals = Library("flash_ext", "FRAGMENT")
-    originals.define("sdpa_summed_dims() -> int")
+    originals.define("sdpa_summed_dims(int[] sizes) -> int")
     originals.impl("sdpa_summed_dims", _summed_dims, "CompositeExplicitAutograd")
     try:
         for name, signature in schemas.items():

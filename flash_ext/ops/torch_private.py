@@ -103,13 +103,16 @@ autograd_node: Callable[[], Any] = _find("torch._C._current_autograd_node") or (
 SDPA takes the memory of all scores, as torch's own does."""
 
 
-def sizes_before_expand(node: Any) -> tuple[int, ...] | None:
-    """The sizes that a tensor had before the `expand` whose gradient this node of autograd sums.
-    None if the node does something else, or does not tell."""
+def sizes_before_expand(node: Any, sizes: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The sizes that a tensor had before the `expand` to sizes whose gradient this node of autograd
+    sums. None if the node does something else, to elements of vmap one by one, or does not tell."""
     if node is None or node.name() != "ExpandBackward0":
         return None
-    sizes = getattr(node, "_saved_self_sym_sizes", None)
-    return None if sizes is None else tuple(sizes)
+    before = getattr(node, "_saved_self_sym_sizes", None)
+    (expanded,) = getattr(node, "_input_metadata", None) or (None,)
+    if before is None or tuple(getattr(expanded, "shape", ())) != sizes:
+        return None
+    return tuple(before)
 
 
 # --- Autograd kernels ---
