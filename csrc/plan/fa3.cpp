@@ -122,7 +122,7 @@ std::string fa3_unsupported_reason(const Call& call, Pass pass) {
     }
     if (const std::string why = bias_reason(params); !why.empty()) return why;
     const OptionSet needed = aligned_options(params);
-    const bool paged = params.pages.table != nullptr && !backward && !has_8_bits(params);
+    const bool paged = params.pages.table != nullptr && !backward && !fp8;
     const std::string reason =
         paged      ? paged_reason(call)
         : backward ? table_reason(call, needed, tuning::kFa3Backward, tuning::kFa3BackwardWide)

@@ -71,8 +71,8 @@ struct KeyCursor {
     }
     // kAllRows: the tile ends within the sequence. The next one begins at next_key.
     template <bool kAllRows>
-    FLASH_DEVICE void load(uint32_t shared, const KeyRows& keys, const TensorView& view, int cols,
-                           bool aligned, int key, int next_key) {
+    FLASH_DEVICE void load(uint32_t shared, const KeyRows& keys, const TensorView& view,
+                           int /*head*/, int cols, bool aligned, int key, int next_key) {
         cursor.template load<kAllRows>(shared, view.row_stride, keys.rows - key, cols, aligned,
                                        keys.step(view, key, next_key));
     }

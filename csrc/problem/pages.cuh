@@ -11,10 +11,16 @@
 
 #include "problem/params.h"
 #include "problem/sequences.cuh"
+#include "ptx/not_hoisted.cuh"
 #include "tile/copy.cuh"
 #include "tile/tensor_map.cuh"
 
 namespace flash_ext {
+
+// Of the page of a key, among those of its sequence.
+FLASH_DEVICE int page_index(const Pages& pages, int key) {
+    return static_cast<unsigned>(key) / ptx::not_hoisted(static_cast<unsigned>(pages.size));
+}
 
 // The keys of a sequence.
 struct PagedKeyRows {
@@ -30,7 +36,7 @@ struct PagedKeyRows {
     // Of a key, or any row if it is not in use.
     FLASH_DEVICE Place at(int key) const {
         if (static_cast<unsigned>(key) >= static_cast<unsigned>(rows)) return {0, 0};
-        const int index = key / pages.size;
+        const int index = page_index(pages, key);
         return {table[index], key - index * pages.size};
     }
     FLASH_DEVICE int page_of(int entry) const { return clamp(entry, 0, pages.count - 1); }
@@ -51,22 +57,21 @@ struct PagedKeyCursor {
     static constexpr int kRowsOfWarp = 32 / Tile::kChunksPerRow;  // in a pass
     static_assert(kRowsOfWarp * Walk::kPasses <= 32);
 
-    const Element* base;        // of this thread's chunks, in row 0 of page 0
     PagedKeyRows::Place place;  // of the row that this lane looks up, in the next tile
 
-    FLASH_DEVICE void start(const PagedKeyRows& keys, const TensorView& view, int head,
+    FLASH_DEVICE void start(const PagedKeyRows& keys, const TensorView& /*view*/, int /*head*/,
                             int first_key) {
-        base = row_pointer<const Element>(view, 0, 0, head);
         place = keys.at(first_key + row_of_lane());
     }
 
     template <bool kAllRows>
     FLASH_DEVICE void load(uint32_t shared, const PagedKeyRows& keys, const TensorView& view,
-                           int cols, bool aligned, int key, int next_key) {
+                           int head, int cols, bool aligned, int key, int next_key) {
+        const auto* base = row_pointer<const Element>(view, 0, 0, head);
         if (!kMayBeUnaligned || aligned) {
-            load_rows<kAllRows>(shared, keys.offset(view, place), keys.rows - key, cols);
+            load_rows<kAllRows>(shared, base, keys.offset(view, place), keys.rows - key, cols);
         } else {
-            load_unaligned(shared, keys, view, cols, key);
+            load_unaligned(shared, base, keys, view, cols, key);
         }
         place = keys.at(next_key + row_of_lane());
     }
@@ -80,7 +85,8 @@ struct PagedKeyCursor {
 
     // `offset`: of the row that this lane has looked up.
     template <bool kAllRows>
-    FLASH_DEVICE void load_rows(uint32_t shared, int64_t offset, int rows, int cols) const {
+    static FLASH_DEVICE void load_rows(uint32_t shared, const Element* base, int64_t offset,
+                                       int rows, int cols) {
         const Walk walk(ptx::not_hoisted(threadIdx.x) % kThreads);
         const int col = walk.chunk * Tile::kChunk;
 #pragma unroll
@@ -100,8 +106,9 @@ struct PagedKeyCursor {
     }
 
     // Not unrolled, as in load_tile.
-    FLASH_DEVICE void load_unaligned(uint32_t shared, const PagedKeyRows& keys,
-                                     const TensorView& view, int cols, int key) const {
+    static FLASH_DEVICE void load_unaligned(uint32_t shared, const Element* base,
+                                            const PagedKeyRows& keys, const TensorView& view,
+                                            int cols, int key) {
         const int row_chunks = Tile::kCols / Tile::kChunk;
 #pragma unroll 1
         for (int i = threadIdx.x % kThreads; i < Tile::kRows * row_chunks; i += kThreads) {
@@ -115,20 +122,33 @@ struct PagedKeyCursor {
     }
 };
 
+// A stride in units of 16 bytes, as coordinates are. In these all is computed in 32 bits, modulo
+// 2^32: producers have few registers.
+template <class Element>
+FLASH_DEVICE unsigned stride_units(int64_t stride) {
+    return static_cast<unsigned>(stride * static_cast<int>(sizeof(Element)) / 16);
+}
+
 // visit(row of the tile, tensor rows, row of these), for each box of a tile that begins at a key.
-template <int kRows, class Element, class Visit>
-FLASH_DEVICE void for_each_box(const PagedKeyRows& keys, const TensorView& view, int head,
+// keys_of() is called for each box, since producers have few registers.
+template <int kRows, class Element, class KeysOf, class Visit>
+FLASH_DEVICE void for_each_box(const Pages& pages, KeysOf keys_of, const TensorView& view, int head,
                                int first_key, Visit visit) {
-    const int size = keys.pages.size;
-    int index = first_key / size;
-    int row = first_key - index * size;  // of the page
+    const unsigned of_head = head * stride_units<Element>(view.head_stride);
+    int index = page_index(pages, first_key);
+    int row = first_key - index * pages.size;  // of the page
 #pragma unroll 1
-    for (int i = 0; i < kRows; i += keys.pages.box_rows) {
+    for (int i = 0; i < kRows; i += pages.box_rows) {
+        const PagedKeyRows keys = keys_of();
         const int in_use = keys.rows - (first_key + i - row);  // of the page's rows, or more
         const int page = in_use > row ? keys.page_of(keys.table[index]) : 0;
-        visit(i, tensor_rows<Element>(view, page, head, 0, clamp(in_use, 0, size)), row);
-        row += keys.pages.box_rows;
-        if (row == size) {
+        // As tensor_rows() has the first rows of the page.
+        const int rows = clamp(in_use, 0, pages.size);
+        const unsigned offset = page * stride_units<Element>(view.batch_stride) + of_head +
+                                rows * max_of(stride_units<Element>(view.row_stride), 1u);
+        visit(i, TensorRows{static_cast<int>(offset), kRowBound - rows}, row);
+        row += pages.box_rows;
+        if (row == pages.size) {
             row = 0;
             ++index;
         }

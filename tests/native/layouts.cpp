@@ -252,7 +252,8 @@ auto load_pages_by_tma(int bytes, int rows, int cols, int box_rows, uint64_t add
         device::loads.clear();
         encode_tensor_map<Tile>(map, view, head_dim, box_rows);
         for_each_box<Tile::kRows, typename Tile::Element>(
-            PagedKeyRows{pages, pages.table, paged.keys}, view, paged.head, key,
+            pages, [&] { return PagedKeyRows{pages, pages.table, paged.keys}; }, view, paged.head,
+            key,
             [&](int i, const TensorRows& found, int row) {
                 found.load_boxes<Tile>(map, shared + i * Tile::kPitch, 0, row);
             });
@@ -276,8 +277,8 @@ auto copies_of_pages(const TensorView& view, int head_dim, const Paged& paged,
             cursor.start(keys, view, paged.head, first_keys[0]);
             for (int i = 0; i < 2; ++i) {
                 device::copies.clear();
-                cursor.template load<false>(0, keys, view, head_dim, true, first_keys[i],
-                                            first_keys[1]);
+                cursor.template load<false>(0, keys, view, paged.head, head_dim, true,
+                                            first_keys[i], first_keys[1]);
                 last[lane][i] = device::copies;
             }
         });

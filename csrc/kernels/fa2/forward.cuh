@@ -176,8 +176,8 @@ struct Fa2Forward {
         const auto keys = key_rows<kOptions>(params, sequence);
         const int first_key = kv_tiles.tile(i) * kBlockKV;
         const int next_key = first_key - kv_tiles.distance(i) * kBlockKV;
-        cursor.template load<kAllRows>(shared, keys, view, cols, params.aligned, first_key,
-                                       next_key);
+        cursor.template load<kAllRows>(shared, keys, view, head_k(), cols, params.aligned,
+                                       first_key, next_key);
     }
     FLASH_DEVICE void commit(uint32_t stage) const {
         pipeline.producer_commit(stage, !kUnaligned || params.aligned);

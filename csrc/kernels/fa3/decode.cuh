@@ -194,18 +194,19 @@ struct Fa3Decode {
         Keys keys;
         VisibleTiles blocks;
         int i;  // of the next block
+        int head;
         KeyCursorOf<kOptions, Tile, 32, false, Key> cursor;
 
         FLASH_DEVICE int first_key() const { return blocks.tile(i) * Tile::kRows; }
 
-        FLASH_DEVICE void start(int head) { cursor.start(keys, view, head, first_key()); }
+        FLASH_DEVICE void start() { cursor.start(keys, view, head, first_key()); }
         FLASH_DEVICE void next(const char* stage) {
             const int key = first_key();
             const bool exists = i < blocks.end;
             i += kWarps;
             if (exists)
-                cursor.template load<false>(ptx::shared_address(stage), keys, view, cols, true, key,
-                                            first_key());
+                cursor.template load<false>(ptx::shared_address(stage), keys, view, head, cols,
+                                            true, key, first_key());
             ptx::cp_async_commit();
         }
     };
@@ -243,10 +244,10 @@ struct Fa3Decode {
                      split(), params.num_splits);
         int block = blocks.begin + warp_id();
         const Keys keys = key_rows<kOptions>(params, sequence);
-        Loads<KTile> k_loads{params.k, params.head_dim, keys, blocks, block};
-        Loads<VTile> v_loads{params.v, params.head_dim_v, keys, blocks, block};
-        k_loads.start(head_k);
-        v_loads.start(head_k);
+        Loads<KTile> k_loads{params.k, params.head_dim, keys, blocks, block, head_k};
+        Loads<VTile> v_loads{params.v, params.head_dim_v, keys, blocks, block, head_k};
+        k_loads.start();
+        v_loads.start();
         auto& stages = storage.stages[warp_id()];
         constexpr int kPending = 2 * kStages - 1;  // groups after the one that is needed
         if constexpr (!kBytes) load_q();           // belongs to the first group

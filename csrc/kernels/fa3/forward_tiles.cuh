@@ -157,23 +157,26 @@ struct Fa3ForwardTiles
     }
 
     // A tile of K or V.
-    template <class KeyTile, class Pipeline, class Keys>
-    static FLASH_DEVICE void load_keys(const Pipeline& pipeline,
-                                       const typename Pipeline::State& state,
-                                       const CUtensorMap& map, const Keys& keys,
-                                       const TensorView& view, int head, int first_key) {
-        if constexpr (kPages) {
+    template <class KeyTile, class Pipeline>
+    FLASH_DEVICE void load_keys(const Pipeline& pipeline, const typename Pipeline::State& state,
+                                const CUtensorMap& map, const TensorView& view,
+                                const QueryTile& tile, const KeyRows& keys, int head,
+                                int first_key) const {
+        if constexpr (kPages) {  // of the tile again, since producers have few registers
             pipeline.producer_acquire(state);
             pipeline.producer_expect(state, KeyTile::kBytes);
             for_each_box<kBlockKV, Element>(
-                keys, view, head, first_key, [&](int i, const TensorRows& rows, int row) {
-                    rows.load_boxes<KeyTile>(map, pipeline.stage(state) + i * KeyTile::kPitch,
-                                             pipeline.full(state), row);
+                params.pages, [&] { return paged_key_rows(params, tile.sequence); }, view,
+                key_head(params, tile.head), first_key,
+                [&](int i, const TensorRows& rows, int row) {
+                    auto stage = state;
+                    stage.stage = ptx::not_hoisted(state.stage);
+                    rows.load_boxes<KeyTile>(map, pipeline.stage(stage) + i * KeyTile::kPitch,
+                                             pipeline.full(stage), row);
                 });
         } else {
             load_tile<KeyTile, kKVBoxRows>(
-                pipeline, state, map, keys.template tensor_rows<Element>(view, head, first_key),
-                first_key);
+                pipeline, state, map, keys.tensor_rows<Element>(view, head, first_key), first_key);
         }
     }
 
@@ -196,14 +199,15 @@ struct Fa3ForwardTiles
         work_tiles.produce(
             linear, total, fetch, [&](QueryTile& tile, int linear) { describe_next(tile, linear); },
             [&](const QueryTile& tile, const WorkTileState&) {
-                const auto keys = key_rows<kOptions>(params, tile.sequence);
+                const KeyRows keys = key_rows(params, tile.sequence);
                 const int head = key_head(params, tile.head);
                 const VisibleTiles kv = tile.kv_tiles;
                 int next = 0;
                 for (int i = kv.end - 1; i >= kv.begin; --i) {
                     if (i == min_of(kv.end - 1, kv.begin + kFetchAhead)) next = fetch();
                     const int first_key = kv.tile(i) * kBlockKV;
-                    load_keys<KTile>(k_pipeline, k, params.k_map, keys, params.k, head, first_key);
+                    load_keys<KTile>(k_pipeline, k, params.k_map, params.k, tile, keys, head,
+                                     first_key);
                     k.advance();
                     also_load(tile, first_key);
                 }
@@ -214,11 +218,12 @@ struct Fa3ForwardTiles
     FLASH_DEVICE void produce_v() const {
         typename VPipeline::State v;
         work_tiles.for_each([&](const QueryTile& tile) {
-            const auto keys = key_rows<kOptions>(params, tile.sequence);
+            const KeyRows keys = key_rows(params, tile.sequence);
             const int head = key_head(params, tile.head);
             for (int i = tile.kv_tiles.end - 1; i >= tile.kv_tiles.begin; --i, v.advance()) {
                 const int first_key = tile.kv_tiles.tile(i) * kBlockKV;
-                load_keys<VTile>(v_pipeline, v, params.v_map, keys, params.v, head, first_key);
+                load_keys<VTile>(v_pipeline, v, params.v_map, params.v, tile, keys, head,
+                                 first_key);
             }
         });
     }
