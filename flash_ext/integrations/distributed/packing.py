@@ -341,7 +341,7 @@ class _Block(NamedTuple):
     last: int
 
     def rows(self, documents: Documents, first: int, last: int) -> Span:
-        """Those of some documents, of the rank."""
+        """The rank's rows of some documents."""
         a, b = max(self.row, documents[first]), min(self.stop, documents[last])
         return a + self.shift, b + self.shift
 
@@ -612,7 +612,7 @@ def visible_pairs(shards: Sharding, mask: Mask) -> list[int]:
 def _pairs_of(queries: Tensor, sizes: Tensor, mask: Mask) -> Tensor:
     """Twice the visible pairs of the first queries of documents of these sizes; int64."""
     pairs = _pairs_before(queries, mask.left).add_(queries, alpha=2)
-    if mask.right != 0:  # of all queries with keys after their own, less those of the last ones
+    if mask.right != 0:  # of all queries with keys after their own, less the last queries' pairs
         pairs += _pairs_before(sizes, mask.right)
         pairs -= _pairs_before(sizes - queries, mask.right)
     return pairs
