@@ -280,13 +280,15 @@ cudaError_t bias_gradient(const Shape& call) {
 template <class OfMatmuls, class Key, auto& kTable, auto kLauncher>
 cudaError_t decode(const Shape& call) {
     constexpr auto kRow = tuning::row_of(kTable, {128, 128});
-    using Kernel = Fa3Decode<OfMatmuls, Key, 128, 128,
+    constexpr OptionSet kOptions = kRow.options.sets[0];
+    using Kernel = Fa3Decode<OfMatmuls, Key, 128, 128, kOptions,
                              tuning::fa3_decode_shape(kRow, tuning::Fa3DecodeTile::kFewRows)>;
     return keep<Kernel>([&] {
         auto params = forward_params(call, ElementType::kBFloat16, 128, false);
         if (sizeof(Key) == 1) params.key_type = ElementType::kFloat8;
         params.tile_order = tile_order_of(params, params.seqlen_q, Kernel::kRows, params.heads_q);
-        return kLauncher(params, {.decode_tile = tuning::Fa3DecodeTile::kFewRows}, nullptr);
+        return kLauncher(
+            params, {.options = kOptions, .decode_tile = tuning::Fa3DecodeTile::kFewRows}, nullptr);
     });
 }
 

@@ -19,7 +19,6 @@ namespace flash_ext {
 template <class Element, int kBlockQ, int kBlockKV>
 struct BiasTile : SharedTile<Element, kBlockQ, kBlockKV> {
     using Half = SharedTile<float, kBlockQ, kBlockKV / 2>;
-    static_assert(Half::kBytes == BiasTile::kBytes && Half::kAtoms == BiasTile::kAtoms);
 };
 
 // What a kernel's params have besides, with a bias. The steps are 0 where one index is for all.
@@ -31,6 +30,8 @@ struct BiasMap {
     // Encodes the map, and fills the copy if there is one.
     template <class Tile>
     cudaError_t prepare(const AttentionParams& params, const TiledBias& bias, cudaStream_t stream) {
+        using Half = typename Tile::Half;
+        static_assert(Half::kBytes == Tile::kBytes && Half::kAtoms == Tile::kAtoms);
         if (bias.is_copy)
             if (const cudaError_t status =
                     tile_bias(params.bias, params.element_type, bias, stream);
@@ -46,8 +47,7 @@ struct BiasMap {
         for (int i = 0; i < 4; ++i) sizes[i] = bias.sizes[3 - i];
         for (int i = 0; i < 3; ++i)
             strides[i] = max_of<int64_t>(bias.element_bytes * bias.strides[2 - i], 16);
-        return is_float32 ? encode_tensor_map<typename Tile::Half>(map, bias.data, sizes, strides,
-                                                                   Tile::kRows)
+        return is_float32 ? encode_tensor_map<Half>(map, bias.data, sizes, strides, Tile::kRows)
                           : encode_tensor_map<Tile>(map, bias.data, sizes, strides, Tile::kRows);
     }
 
