@@ -329,7 +329,7 @@ struct Fa3BiasGradient {
         const Bias& bias = params.bias;
         if (row >= bias.sizes[2] || col >= bias.sizes[3]) return;
         const int64_t index = (matrix * bias.sizes[2] + row) * bias.sizes[3] + col;
-        x *= params.ds_factor;
+        x *= params.dbias_factor;
         if (bias.type == BiasType::kFloat32) {
             static_cast<float*>(params.dbias)[index] = x;
         } else {
