@@ -29,6 +29,7 @@ from .ops.checks import (
     require_tensors,
 )
 from .ops.options import FP8, QK_8_BITS
+from .ops.torch_private import in_dual_level
 
 
 class _CacheTensors(TypedDict, total=False):
@@ -240,7 +241,7 @@ class CacheCall(NamedTuple):
     def keys(self, lengths: Tensor | None) -> Keys:
         """What queries see, after the new keys were written."""
         k, v, table, batch = self.k_cache, self.v_cache, self.table(), self.batch
-        used = lengths if lengths is None else lengths + self.new_keys()
+        used = lengths if lengths is None or self.k is None else lengths + self.new_keys()
         if table is None and self.cu_seqlens_q is None and self.cache_leftpad is None:
             return Keys(k[:batch], v[:batch], None, used)
         places: dict[str, Any] = {"dtype": torch.int32, "device": k.device}
@@ -305,7 +306,10 @@ def _call_of(
     of_call = {name: x for name, x in arguments.items() if name in CacheCall._fields}
     options = {name: x for name, x in arguments.items() if name not in of_call}
     caches: dict[str, Any] = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
-    refuse_gradients(**caches, k=of_call.get("k"), v=of_call.get("v"))
+    tensors = caches | {name: of_call.get(name) for name in "kv"}
+    wants = any(isinstance(x, Tensor) and x.requires_grad for x in tensors.values())
+    if wants or (not is_compiling() and in_dual_level()):
+        refuse_gradients(**tensors)
     return CacheCall(**caches, **of_call), options
 
 
