@@ -366,6 +366,17 @@ def attention_with_cache(
 ) -> tuple[Tensor, Tensor]: ...
 
 
+@overload
+def attention_with_cache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    return_lse: bool,
+    **arguments: Unpack[CacheArguments],
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
 @with_options(CacheArguments.__annotations__, attention_options, CacheCall)
 def attention_with_cache(
     q: Tensor,
@@ -505,6 +516,21 @@ def attention_with_shared_prefix(
     return_lse: Literal[True],
     **arguments: Unpack[PrefixArguments],
 ) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention_with_shared_prefix(
+    q: Tensor,
+    k_prefix: Tensor,
+    v_prefix: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    prefix_seqlen: int | Tensor | None = None,
+    prefix_page_table: Tensor | None = None,
+    return_lse: bool,
+    **arguments: Unpack[PrefixArguments],
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 @with_options(PrefixArguments.__annotations__, attention_options, CacheCall)

@@ -19,6 +19,13 @@ def calls(x: Tensor, cu_seqlens: Tensor, flag: bool) -> None:
     assert_type(flash_ext.attention_varlen(*packed, dropout_p=0.1), Tensor)
     assert_type(flash_ext.attention_varlen(*packed, return_lse=True), both)
     assert_type(flash_ext.attention_varlen(*packed, return_lse=flag), Tensor | both)
+    with_cache, with_prefix = flash_ext.attention_with_cache, flash_ext.attention_with_shared_prefix
+    assert_type(with_cache(x, x, x, k=x, v=x, cache_seqlens=3, page_table=x), Tensor)
+    assert_type(with_cache(x, x, x, window=(3, 0), return_lse=True), both)
+    assert_type(with_cache(x, x, x, return_lse=flag), Tensor | both)
+    assert_type(with_prefix(x, x, x, x, x, rotary_cos=x, prefix_seqlen=3), Tensor)
+    assert_type(with_prefix(x, x, x, x, x, return_lse=flag), Tensor | both)
+    with_cache(x, x, x, block_table=x)  # type: ignore[call-overload]
     flash_ext.attention(x, x, x, causl=True)  # type: ignore[call-overload]
     flash_ext.attention(x, x, x, softcap="5")  # type: ignore[call-overload]
     assert_type(fp8.attention(x, x, x, causal=True).sum(), Tensor)
