@@ -424,8 +424,8 @@ def attention_with_cache(
         return_lse: return lse too.
 
     The other options are as in `attention`. Sk is the number of keys that a sequence sees: causal
-    and windows are aligned with its last key, after the new ones were written. q of 8 bits
-    does not go with pages, as which a cache is also read with cache_batch_idx, cache_leftpad and
+    and windows are aligned with its last key, after the new ones were written. 8 bits do not
+    go with pages, as which a cache is also read with cache_batch_idx, cache_leftpad and
     cu_seqlens_q.
 
     Returns:
