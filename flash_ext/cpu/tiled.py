@@ -74,7 +74,7 @@ def _probabilities(S_ij: Tensor, saved: Saved, rows: slice) -> Tensor:
         reference = saved.reference[:, rows]
         # Relative to its maximum no score is above 0, except by rounding.
         S_ij = S_ij.sub_(reference).clamp_(max=torch.where(reference == 0, math.inf, 0.0))
-    return exp_(S_ij.sub_(saved.L[:, rows]))
+    return exp_(S_ij, saved.L[:, rows])
 
 
 def _relative_to_maximum(tiling: Tiling, operands: Operands, saved: Saved) -> Saved:
@@ -94,7 +94,7 @@ def _relative_to_maximum(tiling: Tiling, operands: Operands, saved: Saved) -> Sa
             m_i, ell_i = m[:, tile.rows], ell[:, tile.rows]
             S_ij = tile.scores(Q[:, tile.rows] @ K[:, tile.keys].mT)
             m_new = torch.maximum(m_i, S_ij.amax(dim=-1, keepdim=True))
-            row_sum = exp_(S_ij.sub_(m_new)).sum(dim=-1, keepdim=True)
+            row_sum = exp_(S_ij, m_new).sum(dim=-1, keepdim=True)
             ell_i.mul_(torch.exp(m_i - m_new)).add_(row_sum)
             m_i.copy_(m_new)
     L = torch.where(large, ell.log(), saved.L)
@@ -119,7 +119,7 @@ def fa1_forward(tiling: Tiling, operands: Operands) -> tuple[Tensor, Tensor]:
             S_ij = tile.scores(Q_i @ K_j.mT)  # 10, 11
             m_ij = S_ij.amax(dim=-1, keepdim=True)  # 12: m̃_ij
             m_ij.clamp_(min=torch.finfo(m_ij.dtype).min)
-            P_ij = exp_(S_ij.sub_(m_ij))  # P̃_ij
+            P_ij = exp_(S_ij, m_ij)  # P̃_ij
             ell_ij = P_ij.sum(dim=-1, keepdim=True)  # ℓ̃_ij
             m_new = torch.maximum(m_i, m_ij)  # 13
             old, new = torch.exp(m_i - m_new), torch.exp(m_ij - m_new)
@@ -153,7 +153,7 @@ def fa2_forward(tiling: Tiling, operands: Operands) -> tuple[Tensor, Tensor]:
             K_j, V_j = K[:, tile.keys], V[:, tile.keys]  # 7
             S_ij = tile.scores(Q_i @ K_j.mT)  # 8
             m_new = torch.maximum(m_i, S_ij.amax(dim=-1, keepdim=True))  # 9
-            P_ij = exp_(S_ij.sub_(m_new))  # P̃_ij
+            P_ij = exp_(S_ij, m_new)  # P̃_ij
             rescale = torch.exp(m_i - m_new)
             ell_i = rescale * ell_i + P_ij.sum(dim=-1, keepdim=True)
             P_ij = _dropped(P_ij, tile.kept())

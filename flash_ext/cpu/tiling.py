@@ -313,9 +313,9 @@ def reciprocal(row_sum: Tensor) -> Tensor:
     return row_sum.masked_fill(row_sum == 0, 1).reciprocal_()
 
 
-def exp_(tile: Tensor) -> Tensor:
-    """e to the power of the tile, in place. On a CPU `exp_` is several times slower at −∞.
+def exp_(tile: Tensor, minus: Tensor | float = 0.0) -> Tensor:
+    """exp(tile − minus), in place. On a CPU `exp_` is several times slower at −∞.
 
-    In float64, because a factor's rounding error in an exponent grows with the exponent.
+    In float64, because rounding errors in an exponent, a factor's too, grow with the exponent.
     """
-    return tile.copy_(tile.double().mul_(_LOG2_E).exp2_())
+    return tile.copy_(tile.double().sub_(minus).mul_(_LOG2_E).exp2_())
