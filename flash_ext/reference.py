@@ -61,8 +61,8 @@ def attention(
         scale, causal, window, softcap, alibi_slopes, bias: as in `flash_ext.attention`.
         sink, seqused_k, dropout_p, rng_state, q_descale, k_descale, v_descale: as there.
         page_table: int32 (B, pages of a sequence): k and v are pages, (pages, page size, Hk, D) and
-            (…, Dv). A sequence has the pages of its row, one after the other. Entries past the keys
-            in use may be anything.
+            (…, Dv); the row of a sequence names its pages, one after the other. Entries past the
+            keys in use may be anything.
         out_dtype: of out, with 8-bit inputs; None is bfloat16. Above.
         first_batch: the batch index that dropout gives to q[0].
 
