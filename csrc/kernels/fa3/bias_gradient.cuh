@@ -231,8 +231,8 @@ struct Fa3BiasGradient {
                             first_row * bias.strides[2] + first_col * bias.strides[3];
         const int rows = bias.sizes[2] == 1 ? kBlockQ : bias.sizes[2] - first_row;
         const int cols = bias.sizes[3] == 1 ? kBlockKV : bias.sizes[3] - first_col;
-#pragma unroll 8
-        for (int n = 0; n < Scores::kN; ++n) {  // many loads before their first use
+#pragma unroll 4
+        for (int n = 0; n < Scores::kN; ++n) {
             float x[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
