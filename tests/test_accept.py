@@ -157,3 +157,82 @@ def test_8_bit_keys(case: str) -> None:
 @pytest.mark.parametrize("dtype", (FP8, torch.int8), ids=str)
 def test_8_bit_keys_have_no_gradients(dtype: torch.dtype) -> None:
     compare("bwd", "k", lambda a: {name: a[name].to(dtype) for name in "kv"}, good("cpu"))
+
+
+IN_PAGES = {
+    "nothing": (None, option()),
+    "packed queries": (
+        None,
+        lambda a: {
+            "q": a["q"].flatten(0, 1),
+            "cu_seqlens_q": torch.tensor([0, 4, 10], dtype=torch.int32),
+        },
+    ),
+    "offsets of keys": ("cu_seqlens_k", tensor("cu_seqlens_k", 3, dtype=torch.int32)),
+    "packed queries of another batch": (
+        "page_table",
+        lambda a: {
+            "q": a["q"].flatten(0, 1),
+            "cu_seqlens_q": torch.tensor([0, 10], dtype=torch.int32),
+        },
+    ),
+    "no lengths": ("seqused_k", option(seqused_k=None)),
+    "lengths of another batch": ("seqused_k", tensor("seqused_k", 3, dtype=torch.int32)),
+    "int64": ("page_table", tensor("page_table", 2, 3, dtype=torch.int64)),
+    "a table of another batch": ("page_table", tensor("page_table", 3, 3, dtype=torch.int32)),
+    "a table of one dimension": ("page_table", tensor("page_table", 2, dtype=torch.int32)),
+    "a table with gaps": (
+        "page_table",
+        lambda a: {"page_table": torch.zeros(2, 6, dtype=torch.int32)[:, ::2]},
+    ),
+    "rows of the table apart": (
+        None,
+        lambda a: {"page_table": torch.zeros(2, 6, dtype=torch.int32)[:, :3]},
+    ),
+    "no pages of a sequence": (None, tensor("page_table", 2, 0, dtype=torch.int32)),
+    "no page": ("k", lambda a: {name: a[name][:0] for name in "kv"}),
+    "no page, and none of a sequence": (
+        None,
+        lambda a: {
+            "k": a["k"][:0],
+            "v": a["v"][:0],
+            "page_table": a["page_table"][:, :0],
+        },
+    ),
+    "pages without rows": ("k", lambda a: {name: a[name][:, :0] for name in "kv"}),
+    "v of other pages": ("v", lambda a: {"v": a["v"][1:]}),
+    "v of another page size": ("v", lambda a: {"v": a["v"][:, 1:]}),
+    "k of three dimensions": ("k", lambda a: {"k": a["k"][0]}),
+    "pages with gaps": (None, lambda a: {name: a[name][:, :3] for name in "kv"}),
+    "a bias": ("bias", tensor("bias", 1, 1, 1, 1)),
+    "dropout": (
+        "dropout_p",
+        option(dropout_p=0.5, rng_state=torch.zeros(2, dtype=torch.int64)),
+    ),
+    "slopes": (None, tensor("alibi_slopes", 4)),
+    "k and v of 8 bits": (None, lambda a: {name: a[name].to(FP8) for name in "kv"}),
+}
+
+
+def good_in_pages() -> Arguments:
+    """Of five pages of four rows, three for each sequence."""
+    a = good("cpu")
+    heads, dim = a["k"].shape[2:]
+    return {
+        "q": a["q"],
+        "k": torch.randn(5, 4, heads, dim, dtype=a["k"].dtype),
+        "v": torch.randn(5, 4, heads, a["v"].shape[-1], dtype=a["v"].dtype),
+        "page_table": torch.zeros(2, 3, dtype=torch.int32),
+        "seqused_k": torch.tensor([12, 0], dtype=torch.int32),
+    }
+
+
+@pytest.mark.parametrize("case", IN_PAGES)
+def test_pages(case: str) -> None:
+    compare("fwd", *IN_PAGES[case], good_in_pages())
+
+
+def test_pages_have_no_gradients() -> None:
+    a = good("cpu")
+    pages = good_in_pages() | {name: a[name] for name in ("dout", "dlse", "out", "lse")}
+    compare("bwd", "page_table", lambda _: {}, pages)

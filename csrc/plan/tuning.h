@@ -101,8 +101,7 @@ struct Fa2ForwardShape {
 };
 
 // Kernels for varlen serve sequences of equal length, too: at rare head dims they do.
-inline constexpr OptionSets kFa2Options{
-    5, {kDense, kVarlenSplits, kAllOptions, kPagesSplits, kPagesScores}};
+inline constexpr OptionSets kFa2Options{4, {kDense, kVarlenSplits, kAllOptions, kPagesScores}};
 inline constexpr OptionSets kFa2RareOptions{3, {kVarlenSplits, kAllOptions, kPagesScores}};
 inline constexpr OptionSets kFa2BackwardOptions{3, {kDense, kVarlenSplits, kAllOptions}};
 inline constexpr OptionSets kFa2RareBackwardOptions{2, {kVarlenSplits, kAllOptions}};

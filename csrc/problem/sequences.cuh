@@ -52,7 +52,8 @@ FLASH_HOST_DEVICE int varlen_rows(const int* cu_seqlens, int seq_idx, int batch,
 // constant bank and take no registers.
 //
 // `number` is from 0 to sequence_count() - 1: the batch, or seq_idx of varlen sequences.
-template <bool kMayBeVarlen>
+// kPages: its keys are in pages, and have no offsets.
+template <bool kMayBeVarlen, bool kPages = false>
 FLASH_HOST_DEVICE Sequence sequence_of(const AttentionParams& params, int number) {
     Sequence sequence{number, 0, 0, 0, params.seqlen_q, params.seqlen_k, params.seqlen_k};
     if constexpr (!kMayBeVarlen) return sequence;
@@ -64,7 +65,7 @@ FLASH_HOST_DEVICE Sequence sequence_of(const AttentionParams& params, int number
         sequence.batch = 0;
         sequence.seq_idx = number;
         locate(params.cu_seqlens_q, params.seqlen_q, sequence.q_begin, sequence.seqlen_q);
-        if (params.cu_seqlens_k != nullptr)  // otherwise they are in pages
+        if constexpr (!kPages)
             locate(params.cu_seqlens_k, params.seqlen_k, sequence.k_begin, sequence.rows_k);
         sequence.seqlen_k = sequence.is_owned(params) ? sequence.rows_k : 0;
     }

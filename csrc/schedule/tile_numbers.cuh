@@ -59,15 +59,15 @@ struct SequenceTile {
     int tile;
 };
 
-template <bool kMayBeVarlen, Rows kRows>
+template <bool kMayBeVarlen, Rows kRows, bool kPages = false>
 FLASH_HOST_DEVICE SequenceTile tile_of(const AttentionParams& params, int batch, int number,
                                        int block) {
     constexpr bool kQueries = kRows == Rows::kQueries;
     const int* cu_seqlens = kQueries ? params.cu_seqlens_q : params.cu_seqlens_k;
     if (!kMayBeVarlen || cu_seqlens == nullptr)
-        return {sequence_of<kMayBeVarlen>(params, batch), number};
+        return {sequence_of<kMayBeVarlen, kPages>(params, batch), number};
     const int total = kQueries ? params.seqlen_q : params.seqlen_k;
-    const Sequence sequence = sequence_of<kMayBeVarlen>(
+    const Sequence sequence = sequence_of<kMayBeVarlen, kPages>(
         params, find_sequence(cu_seqlens, params.batch, total, block, number));
     const int begin = kQueries ? sequence.q_begin : sequence.k_begin;
     return {sequence, number - first_tile(begin, sequence.seq_idx, block)};

@@ -79,12 +79,13 @@ def _choose_8_bit_variant(q: Tensor, options: Options) -> str:
     variant = FP8_VARIANTS[-1] if options.variant == "auto" else options.variant
     if variant not in FP8_VARIANTS:
         raise ValueError(f"flash_ext: variant {variant!r} has no 8-bit inputs")
+    of_q = q.dtype in QK_8_BITS
     for name, given in (
-        ("softcap", options.softcap != 0),
-        ("ALiBi", options.alibi_slopes is not None),
+        ("softcap", of_q and options.softcap != 0),
+        ("ALiBi", of_q and options.alibi_slopes is not None),
         ("page table", options.page_table is not None),
     ):
-        if given and q.dtype in QK_8_BITS:
+        if given:
             raise ValueError(f"flash_ext: variant {variant!r} has no {name} with 8-bit inputs")
     return variant
 

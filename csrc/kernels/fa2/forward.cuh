@@ -117,7 +117,8 @@ struct Fa2Forward {
         WorkTile work = work_tile(linear, params.tile_order);
         if (has_splits(params)) work.tile_index /= params.num_splits;
         const auto [sequence, tile] = warp_uniform<kMayBeVarlen>(
-            tile_of<kMayBeVarlen, Rows::kQueries>(params, work.batch, work.tile_index, kBlockQ));
+            tile_of<kMayBeVarlen, Rows::kQueries, contains(kOptions, OptionSet::kPages)>(
+                params, work.batch, work.tile_index, kBlockQ));
         const int last = ceil_div(sequence.seqlen_q, kBlockQ) - 1;
         return {sequence, work.head, (last - tile) * kBlockQ};
     }

@@ -109,9 +109,10 @@ struct Fa3Decode {
         const int heads = p.pack_gqa_log2 > 0 ? p.heads_k : p.heads_q;
         const bool varlen = p.cu_seqlens_q != nullptr;
         const int tiles = kBytes && !varlen ? p.tile_order.tiles / p.num_splits : 1;
-        const SequenceTile tile = tile_of<true, Rows::kQueries>(
-            p, varlen ? 0 : number / heads / tiles,
-            varlen ? number / heads : number / heads % tiles, queries());
+        const SequenceTile tile =
+            tile_of<true, Rows::kQueries, contains(kOptions, OptionSet::kPages)>(
+                p, varlen ? 0 : number / heads / tiles,
+                varlen ? number / heads : number / heads % tiles, queries());
         sequence = tile.sequence;
         group = group_of(p);
         head = number % heads;

@@ -48,8 +48,9 @@ template <class Kernel>
 FLASH_DEVICE void describe(QueryTile& query_tile, const AttentionParams& params,
                            const WorkTile& work, int queries = Kernel::kBlockQ) {
     query_tile.head = work.head;
+    constexpr bool kPages = requires { requires Kernel::kPages; };
     const SequenceTile tile =
-        tile_of<true, Rows::kQueries>(params, work.batch, work.tile_index, queries);
+        tile_of<true, Rows::kQueries, kPages>(params, work.batch, work.tile_index, queries);
     const Sequence& s = tile.sequence;
     query_tile.sequence = s;
     const int first_query = (ceil_div(s.seqlen_q, queries) - 1 - tile.tile) * queries;
