@@ -170,10 +170,10 @@ TileOrder tile_order_of(const AttentionParams& params, int rows, int block, int 
     return {tile_numbers(params, rows, block), heads, tensor_batches(params)};
 }
 
-// Of float32, whose tiles have two stages.
+// Of float32, whose tiles have two stages, if the kernel has it.
 TiledBias bias_of(const AttentionParams& params) {
     return {.data = global,
-            .element_bytes = 4,
+            .element_bytes = params.head_dim <= tuning::kFa3Float32BiasHeadDim ? 4 : 2,
             .broadcast = {},
             .sizes = {params.batch, params.heads_q, params.seqlen_q, params.seqlen_k},
             .strides = {}};

@@ -36,7 +36,9 @@ struct CUtensorMap {
     CUtensorMapSwizzle swizzle;
 
     int box_bytes() const {
-        int bytes = type == CU_TENSOR_MAP_DATA_TYPE_UINT8 ? 1 : 2;
+        int bytes = type == CU_TENSOR_MAP_DATA_TYPE_UINT8     ? 1
+                    : type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 ? 4
+                                                              : 2;
         for (uint32_t i = 0; i < rank; ++i) bytes *= box[i];
         return bytes;
     }
