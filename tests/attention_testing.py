@@ -316,20 +316,38 @@ def unsupported_reason(variant: str, problem: Problem, device: str) -> str | Non
             return f"has no {name.removesuffix('_p')}"
         if value and value > about.most.get(variant, value):
             return f"has no {name} above {about.most[variant]}"
-    if variant == "fa3" and not fa3_drops(p):
-        return "with these options"
+    if variant == "fa3" and (reason := fa3_bias_reason(p) or fa3_dropout_reason(p)):
+        return reason
     unaligned = p.layout in UNALIGNED_LAYOUTS or p.head_dim % ROW_BYTES or p.dim_v % ROW_BYTES
     if p.dtype_k in QK_8_BITS and unaligned:  # fa3 copies rows of 16 bits
         return f"{ROW_BYTES}-byte boundaries"
     return None
 
 
-def fa3_drops(problem: Problem) -> bool:
-    """Whether fa3 has the problem's dropout, if there is any."""
+def fa3_dropout_reason(problem: Problem) -> str | None:
+    """Why fa3 does not have the problem's dropout; None where it has, or where there is none."""
     p = problem
     scores = p.softcap or p.alibi or (p.scale is not None and p.scale <= 0)
     most = p.dtype == torch.float16 and p.dropout_p > 0.5
-    return not p.dropout_p or (max(p.head_dim, p.dim_v) <= 128 and not scores and not most)
+    runs = not p.dropout_p or (max(p.head_dim, p.dim_v) <= 128 and not scores and not most)
+    return None if runs else "with these options"
+
+
+def fa3_bias_reason(problem: Problem) -> str | None:
+    """Why fa3 does not have the problem's bias; None where it has, or where there is none."""
+    p = problem
+    if not p.bias:
+        return None
+    if p.lengths_q is not None or p.seqused_k is not None:
+        return "has no bias with sequences of different lengths"
+    whole = {"b": p.batch, "h": p.heads_q, "q": p.seqlen_q, "k": p.seqlen_k}
+    if 0 in (whole.get(dim, 1) for dim in p.bias):
+        return "has no empty bias"
+    widest = max(p.head_dim, p.dim_v)
+    if p.bias_type == "float32" and widest > 64:
+        return "has no float32 bias above head dimension 64"
+    scores = p.softcap or p.alibi or (p.scale is not None and p.scale <= 0)
+    return "with these options" if widest > 128 or scores or p.dropout_p else None
 
 
 def backward_of(variant: str, problem: Problem) -> str:
@@ -352,7 +370,9 @@ def runnable(variant: str, problem: Problem) -> Problem:
     if variant != "fa3":
         return problem
     others = {n: getattr(Problem, n) for n, about in ABOUT.items() if variant not in about.variants}
-    if not fa3_drops(problem):
+    if fa3_bias_reason(problem) is not None:
+        others["bias"] = ""
+    if fa3_dropout_reason(problem) is not None:
         others["dropout_p"] = 0.0
     return dataclasses.replace(problem, **others)
 

