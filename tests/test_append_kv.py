@@ -198,7 +198,8 @@ def plain() -> Call:
 
 
 ERRORS: dict[str, tuple[str, dict[str, Any]]] = {
-    "k_cache of three dimensions": ("k_cache must be of shape", {"k_cache": torch.zeros(4, 2, 16).half()}),
+    "k_cache of three dimensions": ("k_cache must be of shape",
+                                    {"k_cache": torch.zeros(4, 2, 16).half()}),
     "k_cache in int32": ("k_cache must be float16", {"k_cache": torch.zeros(5, 4, 2, 16).int()}),
     "one page": ("v_cache must be of shape", {"v_cache": torch.zeros(1, 4, 2, 16).half()}),
     "v_cache of another dtype": ("v_cache must be float16", {"v_cache": torch.zeros(5, 4, 2, 16)}),

@@ -38,6 +38,7 @@
 //   empty(stages)         8: each consumer warp, when its      producers, before the next loads
 //                         matmuls are complete and it has
 //                         read lse and delta
+//   sums (named)          256: consumers of a single CTA       consumers, before they add, and end
 //
 // Of tiles of 64 queries these are the 4 warps of the consumer whose step it is. At the end all
 // threads of a cluster wait for each other twice, by its hardware barrier: before the consumers add
@@ -65,6 +66,7 @@ struct Fa3BiasGradient {
     static constexpr int kBlockKV = kTuning.block_kv;
     static constexpr int kConsumers = 2;
     static constexpr int kConsumerThreads = kConsumers * 128;
+    static constexpr int kSumsBarrier = 1;
     static constexpr int kThreads = 128 + kConsumerThreads;
     // Of tiles of 64 queries a consumer takes every second step.
     static constexpr bool kAlternate = kBlockQ == 64;
@@ -122,10 +124,15 @@ struct Fa3BiasGradient {
         sync_cluster();
         sync_cluster();
     }
-    // A warp arrives as one, also if its lanes come from different places.
-    static FLASH_DEVICE void sync_cluster() {
+    // The consumers of all CTAs wait for each other. A warp arrives as one, also if its lanes come
+    // from different places.
+    FLASH_DEVICE void sync_cluster() const {
         __syncwarp();
-        ptx::cluster_sync();
+        if (params.ctas > 1) {
+            ptx::cluster_sync();
+        } else if (threadIdx.x >= 128) {
+            ptx::barrier_sync(kSumsBarrier, kConsumerThreads);
+        }
     }
 
     // This cluster's tile.
