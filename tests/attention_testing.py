@@ -40,6 +40,7 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import NamedTuple
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -82,6 +83,7 @@ __all__ = [
     "reference_results",
     "run",
     "runnable",
+    "skip_unsupported",
     "standard_attention",
     "unsupported_reason",
 ]
@@ -363,6 +365,12 @@ def backward_of(variant: str, problem: Problem) -> str:
 def fastest(problem: Problem, device: str) -> str:
     """What "auto" stands for, but for few queries to many unaligned keys."""
     return next(v for v in reversed(VARIANTS) if unsupported_reason(v, problem, device) is None)
+
+
+def skip_unsupported(variant: str, problem: Problem, device: str) -> None:
+    """Skip a test whose problem the variant leaves to others."""
+    if reason := unsupported_reason(variant, problem, device):
+        pytest.skip(f"{variant} {reason}")
 
 
 def runnable(variant: str, problem: Problem) -> Problem:
