@@ -177,24 +177,15 @@ def varlen_attn(longest: int) -> Attend:
 
 
 def peer(provider: Provider) -> Attend:
-    """A provider that knows no options."""
+    """A provider that knows no option but a bias, as SDPA's attn_mask."""
 
     def attend(call: Call) -> tuple[Tensor, None]:
         q, k, v = (provider.view(x) for x in (call.q, call.k, call.v))
-        return provider.view(provider.attend(q, k, v, call.options["causal"])), None
-
-    return attend
-
-
-def with_bias(provider: Provider) -> Attend:
-    """A backend of SDPA, whose attn_mask is the bias."""
-
-    def attend(call: Call) -> tuple[Tensor, None]:
-        q, k, v = (x.transpose(1, 2) for x in (call.q, call.k, call.v))
-        mask = call.options["bias"]
+        if "bias" not in call.options:
+            return provider.view(provider.attend(q, k, v, call.options["causal"])), None
         with provider.around():
-            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        return out.transpose(1, 2), None
+            sdpa = torch.nn.functional.scaled_dot_product_attention
+            return provider.view(sdpa(q, k, v, attn_mask=call.options["bias"])), None
 
     return attend
 
@@ -404,7 +395,7 @@ class Bench:
                     variant, q, k, v, direction != "forward", bias=bias
                 ):
                     calls[variant] = call, ours(variant)
-            calls |= {x.name: (call, with_bias(x)) for x in providers}
+            calls |= {x.name: (call, peer(x)) for x in providers}
             size = {"batch": batch, "seqlen": seqlen, "heads": heads}
             yield {"direction": direction} | size, self.times(calls, direction)
             common.free_memory(self.device)
