@@ -392,10 +392,9 @@ def attention_with_cache(
     and `torch.compile` finds no break. There are no gradients. `flash_ext.explain` says which
     variant runs: `explain(q, k_cache, v_cache, page_table=page_table, seqused_k=cache_seqlens)`.
 
-    All arguments are checked before anything is written. On CUDA numbers in tensors are not looked
-    at: a new key whose place is not in the cache is not written, and tables are never followed
-    outside of it. Compiled, the ops check their arguments in their order: a call may write, and
-    then raise.
+    All arguments are checked before anything is written; compiled, each op checks its own. On CUDA
+    numbers in tensors are not read: a new key whose place is not in the cache is not written, and
+    tables are never followed outside of it.
 
     Args:
         q: queries (B, Sq, Hq, D), or with cu_seqlens_q packed, (total_q, Hq, D).
@@ -406,11 +405,9 @@ def attention_with_cache(
             all that it can have, without k.
         page_table: int32 (B, pages of a sequence): the pages of each sequence, in order. Entries
             past its keys may hold anything, for example -1.
-        cache_batch_idx: int32 (B): which batch element of the cache, or row of page_table, is each
-            sequence's. None is the first B.
+        cache_batch_idx: int32 (B): the batch element, or row of page_table, of each sequence.
         cache_leftpad: int32 (B): how many of its first keys a sequence does not see. Its keys are
-            then read as pages of one key. (A dense cache whose batch elements do not follow one
-            another in memory is copied for this.)
+            then read as pages of one key; a dense cache with gaps in memory is copied for this.
         cu_seqlens_q: int32 (B + 1), as of `attention_varlen`.
         k, v: the new keys and values, (B, S_new, Hk, D) and (…, Dv), of the caches' dtypes; with
             cu_seqlens_k_new, int32 (B + 1), packed. They are written after the first cache_seqlens
@@ -424,9 +421,8 @@ def attention_with_cache(
         return_lse: return lse too.
 
     The other options are as in `attention`. Sk is the number of keys that a sequence sees: causal
-    and windows are aligned with its last key, after the new ones were written. 8 bits do not
-    go with pages, as which a cache is also read with cache_batch_idx, cache_leftpad and
-    cu_seqlens_q.
+    and windows are aligned with its last key, after the new ones were written. Caches of 8 bits
+    have no page_table, cache_batch_idx, cache_leftpad and cu_seqlens_q.
 
     Returns:
         out (B, Sq, Hq, Dv), or packed (total_q, Hq, Dv); with return_lse (out, lse), as
@@ -548,9 +544,8 @@ def attention_with_shared_prefix(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`attention_with_cache` of sequences that begin with the same keys, for example a prompt.
 
-    The prefix is read once for all sequences, where separate caches would hold and read it for
-    each: all queries attend to it as to one sequence, then each to its own keys, and both results
-    are merged by their lse (Juravsky et al., "Hydragen", 2024).
+    The prefix is held and read once for all: all queries attend to it as to one sequence, then each
+    to its own keys, and both results are merged by lse (Juravsky et al., "Hydragen", 2024).
 
     Args:
         q: (B, Sq, Hq, D), or with cu_seqlens_q packed. Every query sees the whole prefix.

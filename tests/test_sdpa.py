@@ -574,6 +574,7 @@ def test_dropout_stays_with_torch(torchs):
             out = F.scaled_dot_product_attention(*leaves, **options, dropout_p=0.3)
             out.sum().backward()
         assert all(x.grad.isfinite().all() for x in leaves)
+    # And the ops that torch's own kernels call.
     assert set(torchs) >= {FORWARD, BACKWARD, EFFICIENT, EFFICIENT_BACKWARD}
 
 
