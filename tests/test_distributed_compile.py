@@ -7,6 +7,7 @@ an error of one rank that the others do not learn of.
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Callable
 from typing import Any
@@ -78,7 +79,7 @@ def check_graphs(ranks: int, device: str) -> None:
     mesh = mesh_of(ranks, device) if ranks == 4 else None
     calls = [(method, None) for method in (*cp.METHODS, "auto")]
     if mesh is not None:
-        calls, masks = [("all_gather", mesh), ("ring", mesh)], masks[:1]
+        calls = [("all_gather", mesh), ("ring", mesh), ("ulysses", None)]
     for (method, group), mask, packed in cover("cpu", calls, masks, (False, True)):
         torch._dynamo.reset()
         layout = "document_zigzag" if packed and mask.get("causal") else "zigzag"
@@ -142,10 +143,9 @@ def check_new_documents(ranks: int, device: str) -> None:
 
 
 def check_opcheck(ranks: int, device: str) -> None:
-    """On all ranks at once, since the ops communicate; gradients of out, lse or both in turn. Only
-    the real kernels, which other tests run, look at both the method and the documents."""
+    """On all ranks at once, since the ops communicate; gradients of out, lse or both in turn."""
     across = dist.group.WORLD.group_name
-    for number, (packed, method) in enumerate(zip((False, True, False), cp.METHODS, strict=True)):
+    for number, (packed, method) in enumerate(itertools.product((False, True), cp.METHODS)):
         documents = torch.tensor(DOCUMENTS) if packed else None
         where = {"layout": "zigzag", "cu_seqlens": documents}
         *leaves, sink = tensors(DOCUMENTS[-1], packed, ranks, **where)
@@ -157,7 +157,7 @@ def check_opcheck(ranks: int, device: str) -> None:
         torch.library.opcheck(ops.context_parallel.default, (*leaves, *settings))
         out, lse = (x.detach() for x in ops.context_parallel(*leaves, *settings))
         saved = (*(x.detach() for x in (*leaves, out, lse)), documents, None, sink.detach())
-        dout, dlse = ((out, lse), (out, None), (None, lse))[number]
+        dout, dlse = ((out, lse), (out, None), (None, lse))[(number + packed) % 3]
         arguments = (dout, dlse, *saved, *settings[3:])
         torch.library.opcheck(ops.context_parallel_backward.default, arguments)
 

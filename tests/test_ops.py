@@ -341,7 +341,7 @@ def test_gradcheck(problem: Problem, variant: str) -> None:
         return out, lse.masked_fill(lse == -torch.inf, 0)
 
     # Along one random direction: test_tiled.py compares each gradient with the reference's.
-    assert torch.autograd.gradcheck(forward, tuple(leaves.values()), fast_mode=True)
+    assert torch.autograd.gradcheck(forward, tuple(leaves.values()))
 
 
 class RecordNeedDbias(TorchDispatchMode):
