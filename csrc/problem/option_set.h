@@ -19,6 +19,8 @@ enum class OptionSet : unsigned {
     kUnaligned = 1 << 7,  // rows that do not start and end on 16-byte boundaries
     // Of K and V:
     kPages = 1 << 8,
+    // Of the mask: lists of tiles.
+    kMask = 1 << 9,
 };
 
 constexpr OptionSet operator|(OptionSet a, OptionSet b) {

@@ -22,6 +22,21 @@ struct Bias {
     bool paired = false;  // is the element of every even key aligned to two elements?
 };
 
+// Which blocks of 128 queries and 128 keys are visible, and what of them: see tile_mask.cuh. Null
+// where there is no such mask.
+struct TileMask {
+    const int* kv_tiles = nullptr;    // (B or 1, Hq or 1, Q blocks, kv_row): rows of runs
+    const int* q_tiles = nullptr;     // (B or 1, Hq or 1, KV blocks, q_row)
+    const uint32_t* words = nullptr;  // (B or 1, Hq or 1, Q blocks, KV blocks if bits, 128, 4)
+    int kv_row = 0;
+    int q_row = 0;
+    int q_blocks = 0;
+    int kv_blocks = 0;
+    bool bits = false;  // words are bits of keys, otherwise two intervals of keys
+    bool by_batch = false;
+    bool by_head = false;
+};
+
 // x = x_8bit * descale. Strides in elements; 0 where one value serves all. `last` is the stride of
 // blocks (of 128 rows; q and k) or of channels (v).
 struct Descale {
@@ -87,6 +102,7 @@ struct AttentionParams {
     const float* alibi_slopes = nullptr;  // (Hq) or (B, Hq)
     int64_t alibi_batch_stride = 0;
     Bias bias;
+    TileMask tile_mask;
     const float* sink = nullptr;  // (Hq)
 
     // Of 8-bit inputs; q's if it has 8 bits, too.
@@ -156,7 +172,8 @@ inline OptionSet options_of(const AttentionParams& params) {
            only_if(params.alibi_slopes != nullptr, kAlibi) |
            only_if(params.bias.data != nullptr, kBias) |
            only_if(params.rng_state != nullptr, kDropout) | only_if(!params.aligned, kUnaligned) |
-           only_if(params.pages.table != nullptr, kPages);
+           only_if(params.pages.table != nullptr, kPages) |
+           only_if(params.tile_mask.kv_tiles != nullptr, kMask);
 }
 
 // The factor from scores of 16-bit inputs to exponents of 2. Kernels that change scores scale them
