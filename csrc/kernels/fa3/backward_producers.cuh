@@ -49,12 +49,9 @@ struct Fa3BackwardProducers : Fa3Cta<MayHaveBias<Fa3BackwardParams, kOptions>, K
     using DQPipeline = Pipeline<1, 64 * 4 * DQTile::Fragments::kCols>;  // one per consumer
 
     using BiasTile = flash_ext::BiasTile<Element, kBlockQ, kBlockKV>;
-    using BiasPipeline = Pipeline<max_of(kTuning.bias_stages, 1), BiasTile::kBytes>;
-    struct BiasStorage {
-        typename BiasPipeline::Stages stages;
-        typename BiasPipeline::Barriers barriers;
-    };
-    struct NoBiasStorage {};
+    using BiasStorage = flash_ext::BiasStorage<BiasTile, kTuning.bias_stages>;
+    using BiasPipeline = typename BiasStorage::Pipeline;
+    static_assert(kBias == (kTuning.bias_stages > 0));
 
     struct SharedStorage {
         typename KPipeline::Stages k;
@@ -62,7 +59,7 @@ struct Fa3BackwardProducers : Fa3Cta<MayHaveBias<Fa3BackwardParams, kOptions>, K
         typename QPipeline::Stages q;
         typename DOPipeline::Stages dout;
         char ds[2][DSTile::kBytes];
-        [[no_unique_address]] std::conditional_t<kBias, BiasStorage, NoBiasStorage> bias;
+        [[no_unique_address]] BiasStorage bias;
         // Not last: compute-sanitizer takes a RowNumbers operand for twice as long as it is.
         Statistic lse[QPipeline::kStages][kBlockQ];
         Statistic minus_delta[DOPipeline::kStages][kBlockQ];
@@ -99,9 +96,7 @@ struct Fa3BackwardProducers : Fa3Cta<MayHaveBias<Fa3BackwardParams, kOptions>, K
         ptx::mbarrier_init(ds_barrier(1), kWarps);
     }
 
-    FLASH_DEVICE BiasPipeline bias_pipeline() const {
-        return {storage.bias.stages, storage.bias.barriers};
-    }
+    FLASH_DEVICE BiasPipeline bias_pipeline() const { return storage.bias.pipeline(); }
     FLASH_DEVICE DQPipeline dq_pipeline(int i) const {
         return {storage.dq[i], storage.dq_barriers[i]};
     }

@@ -21,6 +21,20 @@ struct BiasTile : SharedTile<Element, kBlockQ, kBlockKV> {
     using Half = SharedTile<float, kBlockQ, kBlockKV / 2>;
 };
 
+// A kernel's pipeline of tiles, a member of its SharedStorage: empty without a bias.
+template <class Tile, int kStages>
+struct BiasStorage {
+    using Pipeline = flash_ext::Pipeline<kStages, Tile::kBytes>;
+    typename Pipeline::Stages stages;
+    typename Pipeline::Barriers barriers;
+
+    FLASH_DEVICE Pipeline pipeline() const { return {stages, barriers}; }
+};
+template <class Tile>
+struct BiasStorage<Tile, 0> {
+    using Pipeline = flash_ext::Pipeline<1, Tile::kBytes>;
+};
+
 // What a kernel's params have besides, with a bias. The steps are 0 where one index is for all.
 struct BiasMap {
     CUtensorMap map;  // of (B, Hq, Sq, Sk)

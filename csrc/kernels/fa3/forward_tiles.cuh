@@ -75,19 +75,16 @@ struct Fa3ForwardTiles
     static constexpr bool kBias = contains(kOptions, OptionSet::kBias);
     static_assert(!kBias || kTuning.ping_pong);  // otherwise consumers would skip tiles of it, too
     using BiasTile = flash_ext::BiasTile<Element, kBlockQ, kBlockKV>;
-    using BiasPipeline = Pipeline<max_of(kTuning.bias_stages, 1), BiasTile::kBytes>;
-    struct BiasStorage {
-        typename BiasPipeline::Stages stages;
-        typename BiasPipeline::Barriers barriers;
-    };
-    struct NoBiasStorage {};
+    using BiasStorage = flash_ext::BiasStorage<BiasTile, kTuning.bias_stages>;
+    using BiasPipeline = typename BiasStorage::Pipeline;
+    static_assert(kBias == (kTuning.bias_stages > 0));
 
     // A kernel may derive its own.
     struct SharedStorage {
         typename QPipeline::Stages q;
         typename KPipeline::Stages k;
         typename VPipeline::Stages v;
-        [[no_unique_address]] std::conditional_t<kBias, BiasStorage, NoBiasStorage> bias;
+        [[no_unique_address]] BiasStorage bias;
         typename QPipeline::Barriers q_barriers;
         typename KPipeline::Barriers k_barriers;
         typename VPipeline::Barriers v_barriers;
@@ -120,9 +117,7 @@ struct Fa3ForwardTiles
         }
     }
 
-    FLASH_DEVICE BiasPipeline bias_pipeline() const {
-        return {storage.bias.stages, storage.bias.barriers};
-    }
+    FLASH_DEVICE BiasPipeline bias_pipeline() const { return storage.bias.pipeline(); }
 
     // --- The rows of a Q tile: queries, or the heads of a group ---
 
