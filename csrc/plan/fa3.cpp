@@ -193,10 +193,12 @@ bool plan_fa3_decode(ForwardPlan& plan, bool may_pack_gqa) {
     return true;
 }
 
-// ALiBi, biases and dropout differ between heads, and TMA needs a positive stride between them.
+// ALiBi, biases, dropout and masks of tiles differ between heads, and TMA needs a positive stride
+// between them.
 bool may_pack_gqa_of(const AttentionParams& params) {
     return params.alibi_slopes == nullptr && params.bias.data == nullptr &&
-           params.rng_state == nullptr && params.q.head_stride > 0;
+           params.tile_mask.kv_tiles == nullptr && params.rng_state == nullptr &&
+           params.q.head_stride > 0;
 }
 
 // Will the plan of the call be by the kernel for few queries? It has pages of any size, and all
@@ -224,7 +226,7 @@ void plan_fa3_forward(ForwardPlan& plan) {
                             .value_or(num_splits(params, plan.mask, tiles,
                                                  params.heads_q / std::max(small_q.heads, 1),
                                                  gpu.sms, tuning::kFa3SplitKeys));
-    if (params.bias.data != nullptr) params.num_splits = 1;
+    if (params.bias.data != nullptr || params.tile_mask.kv_tiles != nullptr) params.num_splits = 1;
     params.pack_gqa_log2 = small_q.pack_gqa_log2;
     const bool splits = params.num_splits > 1 || params.pack_gqa_log2 > 0;
 
@@ -342,14 +344,21 @@ void plan_fa3_backward(BackwardPlan& plan) {
     const HeadDims dims = kernel.head_dims;
     plan_bias(plan);
     const int block_kv = wide ? tuning::kFa3BackwardWideBlock : tuning::kFa3BackwardBlockKV;
-    split_heads(plan, choose_parts(params, plan.mask,
-                                   tile_numbers(params, params.seqlen_k, block_kv), wide, gpu));
+    const TileMask& tile_mask = params.tile_mask;
+    // A KV tile has one list of Q tiles, so where heads differ it has one query head.
+    split_heads(
+        plan, tile_mask.kv_tiles != nullptr && tile_mask.by_head
+                  ? Parts{params.heads_q / params.heads_k, 1}
+                  : choose_parts(params, plan.mask, tile_numbers(params, params.seqlen_k, block_kv),
+                                 wide, gpu));
     reserve_rows(plan, wide ? 0 : dims.qk);
     const BackwardParams of_parts = with_parts_as_heads(params);
     if (wide) return plan_wide_backward(plan, of_parts);
     params.tile_order = backward_tile_order(of_parts, plan.mask, block_kv, dims, 1, gpu);
-    kernel.lead = lead_of(of_parts, plan.mask, params.tile_order, dims, gpu);
-    params.dq_accum_zeroed = kernel.lead == 0 && !params.deterministic;
+    if (tile_mask.kv_tiles == nullptr) {  // otherwise a Q tile may be in no list
+        kernel.lead = lead_of(of_parts, plan.mask, params.tile_order, dims, gpu);
+        params.dq_accum_zeroed = kernel.lead == 0 && !params.deterministic;
+    }
     if (tuning::fa3_backward_shape(dims, kernel.options, kernel.many_queries).by_matmul()) {
         const int64_t rows = workspace_rows(params);
         plan.workspace.reserve(params.lse_rows, rows);

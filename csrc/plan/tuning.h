@@ -132,11 +132,11 @@ inline constexpr OptionSets kFa3ForwardOptions{4, {kVarlen, kVarlenSplits, kPage
 inline constexpr OptionSets kFa3ForwardBias{
     5, {kVarlen, kVarlenSplits, kFa3Bias, kPages, kPagesSplits}};
 inline constexpr OptionSets kFa3ForwardAllOptions{
-    9,
-    {kVarlen, kVarlenSplits, kFa3Softcap, kFa3Alibi, kFa3Dropout, kFa3Bias, kFa3Scores, kPages,
-     kPagesSplits}};
+    10,
+    {kVarlen, kVarlenSplits, kFa3Softcap, kFa3Alibi, kFa3Dropout, kFa3Bias, kFa3Mask, kFa3Scores,
+     kPages, kPagesSplits}};
 inline constexpr OptionSets kFa3ForwardWideOptions{
-    6, {kVarlen, kVarlenSplits, kFa3Softcap, kFa3Scores, kPages, kPagesSplits}};
+    7, {kVarlen, kVarlenSplits, kFa3Softcap, kFa3Mask, kFa3Scores, kPages, kPagesSplits}};
 
 struct Fa3ForwardRow {
     HeadDims head_dims;
@@ -145,6 +145,7 @@ struct Fa3ForwardRow {
     Fa3ForwardShape small_q = usual;  // for few Q tiles, and all that kernels with splits have
     Fa3ForwardShape long_keys = usual;
     Fa3ForwardShape with_bias{};  // of kFa3Bias
+    Fa3ForwardShape with_mask{};  // of kFa3Mask
     // Those of `usual` are the defaults. Measured: docs/notes/009-fa3-forward.md.
     Fa3Costs small_q_costs{};
     Fa3Costs long_keys_costs{};
@@ -152,7 +153,8 @@ struct Fa3ForwardRow {
     static constexpr bool has_tile(OptionSet options, Fa3ForwardTile tile) {
         if (contains(options, OptionSet::kPages) && tile == Fa3ForwardTile::kLongKeys) return false;
         return tile == Fa3ForwardTile::kSmallQ ||
-               (options & (OptionSet::kSplits | OptionSet::kBias)) == OptionSet::kNone;
+               (options & (OptionSet::kSplits | OptionSet::kBias | OptionSet::kMask)) ==
+                   OptionSet::kNone;
     }
 };
 
@@ -173,6 +175,7 @@ inline constexpr Fa3ForwardRow kFa3Forward[] = {
      .long_keys = {.consumers = 3, .block_kv = 96, .k_stages = 4, .v_stages = 4},
      .with_bias =
          {.block_kv = 128, .k_stages = 3, .v_stages = 3, .ping_pong = true, .bias_stages = 2},
+     .with_mask = {.block_kv = 128, .k_stages = 4, .v_stages = 4, .ping_pong = true},
      .small_q_costs = {.alike = {112}, .differ = {109, 80}},
      .long_keys_costs = {.alike = {98}, .differ = {99, 155}}},
     {.head_dims = {96, 96},
@@ -187,17 +190,20 @@ inline constexpr Fa3ForwardRow kFa3Forward[] = {
                    .k_stages = 2,
                    .v_stages = 2,
                    .ping_pong = true,
-                   .bias_stages = 2}},
+                   .bias_stages = 2},
+     .with_mask = {.block_kv = 128, .k_stages = 2, .v_stages = 2, .ping_pong = true}},
     {.head_dims = {192, 128}, .usual = {.block_kv = 96, .k_stages = 2, .v_stages = 2}},
     {.head_dims = {192, 192}, .usual = {.block_kv = 64, .k_stages = 2, .v_stages = 2}},
     {.head_dims = {256, 256},
      .options = kFa3ForwardWideOptions,
-     .usual = {.block_kv = 64, .q_stages = 1, .k_stages = 3, .v_stages = 2}},
+     .usual = {.block_kv = 64, .q_stages = 1, .k_stages = 3, .v_stages = 2},
+     .with_mask = {.block_kv = 64, .q_stages = 1, .k_stages = 2, .v_stages = 2}},
 };
 
 constexpr Fa3ForwardShape fa3_forward_shape(HeadDims dims, OptionSet options, Fa3ForwardTile tile) {
     Fa3ForwardRow row = row_of(kFa3Forward, dims);
     if (contains(options, OptionSet::kBias)) return row.with_bias;
+    if (contains(options, OptionSet::kMask)) return row.with_mask;
     // A tile of few rows leaves a consumer without any, which skips what the other one computes. A
     // kernel with options is the same with and without splits.
     if (contains(options, OptionSet::kSplits) && !visits_elements(options))
@@ -474,10 +480,10 @@ struct Fa3BackwardShape {
 inline constexpr OptionSets kFa3BackwardOptions{1, {kVarlen}};
 inline constexpr OptionSets kFa3BackwardBias{2, {kVarlen, kFa3Bias}};
 inline constexpr OptionSets kFa3BackwardAllOptions{
-    6, {kVarlen, kFa3Softcap, kFa3Alibi, kFa3Dropout, kFa3Bias, kFa3Scores}};
+    7, {kVarlen, kFa3Softcap, kFa3Alibi, kFa3Dropout, kFa3Bias, kFa3Mask, kFa3Scores}};
 // At 64 there are no registers for dropout: it is padded to 128. Nor is ALiBi common at 256.
 inline constexpr OptionSets kFa3BackwardScores{
-    5, {kVarlen, kFa3Softcap, kFa3Alibi, kFa3Bias, kFa3Scores}};
+    6, {kVarlen, kFa3Softcap, kFa3Alibi, kFa3Bias, kFa3Mask, kFa3Scores}};
 inline constexpr OptionSets kFa3BackwardWideOptions{3, {kVarlen, kFa3Softcap, kFa3Scores}};
 
 // For heads whose dQ is summed in HBM. Tiles of 80 queries pay when Q, dO and dQ of a head no
@@ -489,6 +495,7 @@ struct Fa3BackwardRow {
     Fa3BackwardOverlap with_options = usual.overlap;
     Fa3BackwardShape many_queries = usual;  // without options
     Fa3BackwardShape with_bias{};           // of kFa3Bias
+    Fa3BackwardShape with_mask{};           // of kFa3Mask
 };
 
 inline constexpr Fa3BackwardRow kFa3Backward[] = {
@@ -517,14 +524,20 @@ inline constexpr Fa3BackwardRow kFa3Backward[] = {
                    .transpose_dq = false,
                    .hold_ds = false,
                    .dq_registers = Fa3DQRegisters::kOfDP,
-                   .bias_stages = 1}},
+                   .bias_stages = 1},
+     .with_mask = {.block_q = 128,
+                   .overlap = kByMatmul,
+                   .transpose_dq = false,
+                   .hold_ds = false,
+                   .dq_registers = Fa3DQRegisters::kOfDP}},
     {.head_dims = {96, 96}, .usual = {.block_q = 96}},
     {.head_dims = {128, 128},
      .options = kFa3BackwardAllOptions,
      .usual = {.block_q = 64, .q_stages = 3, .overlap = kByMatmulEarly},
      .with_options = kEarly,
      .many_queries = {.block_q = 80, .overlap = kLateFences},
-     .with_bias = {.block_q = 64, .overlap = kEarly, .bias_stages = 2}},
+     .with_bias = {.block_q = 64, .overlap = kEarly, .bias_stages = 2},
+     .with_mask = {.block_q = 64, .q_stages = 3, .overlap = kByMatmulEarly}},
 };
 
 inline constexpr int kManyQueries = 16384;
@@ -532,6 +545,7 @@ inline constexpr int kManyQueries = 16384;
 constexpr Fa3BackwardShape fa3_backward_shape(HeadDims dims, OptionSet options, bool many_queries) {
     Fa3BackwardRow row = row_of(kFa3Backward, dims);
     if (contains(options, OptionSet::kBias)) return row.with_bias;
+    if (contains(options, OptionSet::kMask)) return row.with_mask;
     if (!visits_elements(options)) return many_queries ? row.many_queries : row.usual;
     row.usual.overlap = row.with_options;
     return row.usual;

@@ -83,6 +83,8 @@ struct MaskSummary {
 inline MaskSummary summary_of(const AttentionParams& params) {
     const int queries = params.seqlen_q;
     const int keys = params.seqlen_k;
+    if (params.tile_mask.kv_tiles != nullptr)  // in memory: any tile may be hidden
+        return {keys, true, true, false, false};
     const BandMask mask = mask_of(params, sequence_of<false>(params, 0));
     return {.keys_seen = min_of(mean_keys(params), mask.window_left + mask.window_right + 1),
             .hides_earlier = mask.window_left < queries,

@@ -43,6 +43,16 @@ struct BlockRuns {
     FLASH_HOST_DEVICE const int* first_run() const { return row + kMaskHeader; }
 };
 
+// How many blocks of the row come before this one.
+FLASH_HOST_DEVICE int blocks_before(const BlockRuns& runs, int block) {
+    int before = 0;
+    for (int i = 0; i < runs.runs(); ++i) {
+        const BlockRun run = block_run(runs.first_run()[i]);
+        before += min_of(max_of(block - run.first, 0), run.count);
+    }
+    return before;
+}
+
 // The mask that a query head of a batch element has, among those of `params`.
 FLASH_HOST_DEVICE int64_t mask_index(const AttentionParams& params, int batch, int head) {
     const TileMask& mask = params.tile_mask;
@@ -59,8 +69,7 @@ FLASH_HOST_DEVICE BlockRuns runs_of_q_block(const AttentionParams& params, int b
 FLASH_HOST_DEVICE BlockRuns runs_of_kv_block(const AttentionParams& params, int batch, int head,
                                              int block) {
     const TileMask& mask = params.tile_mask;
-    return {mask.q_tiles +
-            (mask_index(params, batch, head) * mask.kv_blocks + block) * mask.q_row};
+    return {mask.q_tiles + (mask_index(params, batch, head) * mask.kv_blocks + block) * mask.q_row};
 }
 
 // The words of a query, and of those that follow within its Q block. With bits: of a KV block.

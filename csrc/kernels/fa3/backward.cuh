@@ -40,7 +40,8 @@
 // short sequences the first KV tile of a head therefore comes well before its others (lead_of).
 //
 // Shared memory: K, V; pipelines of Q and dO tiles with lse and delta; two stages of dS^T; each
-// consumer's half of dQ; the work-tile pipeline (KeyTile); with a bias a pipeline of its tiles.
+// consumer's half of dQ; the work-tile pipeline (KeyTile); with a bias a pipeline of its tiles. A
+// mask of tiles (mask_tiles.cuh) comes with Q.
 //
 //   barrier               arrivals per phase                   who waits
 //   full(Q, dO, K, V)     1: its producer; and TMA's bytes     consumers, before the matmul
@@ -235,11 +236,12 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
         }
     }
 
-    FLASH_DEVICE WarpScores<Element, Rows::kKeys, kOptions> warp_scores(const KeyTile& tile,
-                                                                        const QTilePosition& at,
+    FLASH_DEVICE WarpScores<Element, Rows::kKeys, kOptions> warp_scores(const State& s,
+                                                                        const KeyTile& tile,
                                                                         int col = 0) const {
-        return {params, tile.sequence, at.head, tile.first_key + warp_key,
-                tile.q_tiles.tile(at.i) * kBlockQ + col};
+        int first_query = tile.q_tiles.tile(s.at.i) * kBlockQ;
+        if constexpr (Base::kMask) first_query = storage.mask.first_queries[s.q.stage];
+        return {params, tile.sequence, s.at.head, tile.first_key + warp_key, first_query + col};
     }
 
     // P^T = 2^(S^T scale - lse)
@@ -249,9 +251,14 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
                      kHeadDim <= tuning::kFa3Float32BiasHeadDim>(
                 s.rS, this->bias_pipeline(), s.bias, warp_key, params.scale_log2,
                 params.bias_map.is_float32);
-        warp_scores(tile, s.at)
-            .probabilities(s.rS, storage.lse[s.q.stage],
-                           s.at.i < s.full.begin || s.at.i >= s.full.end, tile.large_lse);
+        bool masked = s.at.i < s.full.begin || s.at.i >= s.full.end;
+        if constexpr (Base::kMask) {
+            if (masked)
+                hide_queries(s.rS, storage.mask.words[s.q.stage], params.tile_mask.bits,
+                             tile.first_key + warp_key);
+            masked = tile.large_lse;
+        }
+        warp_scores(s, tile).probabilities(s.rS, storage.lse[s.q.stage], masked, tile.large_lse);
     }
 
     // Dropout's bits. Drawn beside S, dV and dK, when there are registers.
@@ -303,7 +310,7 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
             for (int i = 0; i < 4; ++i) ds.v[0][0][i] *= p.v[0][0][i];
             if constexpr (contains(kOptions, OptionSet::kSoftcap))
                 if (softcap)
-                    warp_scores(tile, s.at, 8 * n).softcap_gradient(ds, p, [&](int col) -> float {
+                    warp_scores(s, tile, 8 * n).softcap_gradient(ds, p, [&](int col) -> float {
                         return lse[8 * n + col];
                     });
             s.rP.template round_columns<Element>(p, 8 * n);
@@ -445,7 +452,11 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
                 store_no_gradient(s, tile);
                 continue;
             }
-            s.full = full_q_tiles(params, tile, tile.first_key + consumer * 64, kBlockQ);
+            if constexpr (Base::kMask) {
+                s.full = {0, ptx::warp_uniform(tile.full_tiles)};
+            } else {
+                s.full = full_q_tiles(params, tile, tile.first_key + consumer * 64, kBlockQ);
+            }
             s.at = {s.q_tiles.begin, ptx::warp_uniform(this->first_head(tile))};
             s.iterations = s.q_tiles.count() * this->group();
             first_iteration(s, x, tile);

@@ -5,6 +5,7 @@
 #include "kernels/fa3/backward_dq_tile.cuh"
 #include "kernels/fa3/bias_tiles.cuh"
 #include "kernels/fa3/cta.cuh"
+#include "kernels/fa3/mask_tiles.cuh"
 #include "ptx/tma.cuh"
 #include "schedule/split_kv.cuh"
 #include "schedule/tile_numbers.cuh"
@@ -29,8 +30,10 @@ struct Fa3BackwardProducers : Fa3Cta<MayHaveBias<Fa3BackwardParams, kOptions>, K
     static_assert(kBlockKV == 64 * kConsumers);
     static_assert(!(kTuning.by_matmul() && visits_elements(kOptions)));
     static constexpr bool kBias = contains(kOptions, OptionSet::kBias);
-    static constexpr int kProducerRegisters = 24;
-    static constexpr int kConsumerRegisters = 240;
+    static constexpr bool kMask = contains(kOptions, OptionSet::kMask);
+    static_assert(!kMask || kMaskBlock % kBlockQ == 0);
+    static constexpr int kProducerRegisters = kMask ? 40 : 24;
+    static constexpr int kConsumerRegisters = kMask ? 232 : 240;
 
     using QTile = SharedTile<Element, kBlockQ, kHeadDim>;
     using DOTile = SharedTile<Element, kBlockQ, kHeadDimV>;
@@ -60,6 +63,7 @@ struct Fa3BackwardProducers : Fa3Cta<MayHaveBias<Fa3BackwardParams, kOptions>, K
         typename DOPipeline::Stages dout;
         char ds[2][DSTile::kBytes];
         [[no_unique_address]] BiasStorage bias;
+        [[no_unique_address]] BackwardMaskStorage<kMask, kTuning.q_stages, kBlockQ> mask;
         // Not last: compute-sanitizer takes a RowNumbers operand for twice as long as it is.
         Statistic lse[QPipeline::kStages][kBlockQ];
         Statistic minus_delta[DOPipeline::kStages][kBlockQ];
@@ -115,6 +119,10 @@ struct Fa3BackwardProducers : Fa3Cta<MayHaveBias<Fa3BackwardParams, kOptions>, K
             work = {tile_index, head % params.tile_order.heads, head / params.tile_order.heads};
         }
         describe<Fa3BackwardProducers>(tile, params, work);
+        if constexpr (kMask)
+            if (tile.first_key >= 0)  // no padding tile
+                take_runs<kMaskBlock / kBlockQ>(tile.q_tiles, tile.full_tiles,
+                                                runs_of(tile, first_head(tile)));
         if (params.query_parts > 1)
             tile.q_tiles =
                 split_of(tile.q_tiles, work.head % params.query_parts, params.query_parts);
@@ -126,9 +134,14 @@ struct Fa3BackwardProducers : Fa3Cta<MayHaveBias<Fa3BackwardParams, kOptions>, K
         return tile.head / params.query_parts * group();
     }
 
+    // The same for all query heads of a KV tile.
+    FLASH_DEVICE BlockRuns runs_of(const KeyTile& tile, int head) const {
+        return runs_of_kv_block(params, tile.sequence.batch, head, tile.first_key / kMaskBlock);
+    }
+
     // visit(query head, the Q tile's first group of rows in the workspace, first row, is it the
-    // last?) for all iterations of a KV tile. The description stays in shared memory, since
-    // producers have few registers.
+    // last?, the tile's index) for all iterations of a KV tile. The description stays in shared
+    // memory, since producers have few registers.
     template <class Visit>
     FLASH_DEVICE void for_each_q_tile(const KeyTile& tile, Visit visit) const {
         if (tile.q_tiles.empty()) return;
@@ -136,11 +149,20 @@ struct Fa3BackwardProducers : Fa3Cta<MayHaveBias<Fa3BackwardParams, kOptions>, K
             const int head = first_head(tile) + group() - 1 - left;
             const int group = (tile.sequence.batch * params.heads_q + head) * params.row_groups +
                               tile.first_row_group;
+            if constexpr (kMask) {
+                TilesUp<kMaskBlock / kBlockQ> tiles(runs_of(tile, head));
+                for (int i = 0; i < tile.q_tiles.end; ++i) {
+                    const int row = tiles.tile(i) * kBlockQ;
+                    visit(head, group + row / kWorkspaceRows, row,
+                          left == 0 && i == tile.q_tiles.end - 1, i);
+                }
+                continue;
+            }
             // ptxas 13.0: with a row from tile(i), wgmma is serialized at d 64 (note 014).
             int row = tile.q_tiles.first() * kBlockQ;
             for (int i = tile.q_tiles.begin; i < tile.q_tiles.end; ++i) {
                 visit(head, group + row / kWorkspaceRows, row,
-                      left == 0 && i == tile.q_tiles.end - 1);
+                      left == 0 && i == tile.q_tiles.end - 1, i);
                 row += tile.q_tiles.distance(i + 1) * kBlockQ;
             }
         }
@@ -169,6 +191,28 @@ struct Fa3BackwardProducers : Fa3Cta<MayHaveBias<Fa3BackwardParams, kOptions>, K
             });
     }
 
+    // A Q tile with its lse and what the mask has of it.
+    template <class Statistics>
+    FLASH_DEVICE void load_masked_queries(const typename QPipeline::State& state,
+                                          const KeyTile& tile, int head, int first_row, int i,
+                                          const Statistics& statistics) const {
+        const Sequence& s = tile.sequence;
+        const bool has_words = i >= tile.full_tiles;
+        q_pipeline.producer_acquire(state);
+        storage.mask.first_queries[state.stage] = first_row;
+        q_pipeline.producer_expect(state, QTile::kBytes + Statistics::kBytes +
+                                              (has_words ? int{sizeof storage.mask.words[0]} : 0));
+        query_tensor_rows<Element>(params.q, s, head)
+            .template load<QTile>(params.q_map, q_pipeline.stage(state), q_pipeline.full(state),
+                                  first_row);
+        statistics.load(q_pipeline.full(state));
+        if (has_words)
+            load_words(storage.mask.words[state.stage],
+                       words_of(params, s.batch, head, ptx::not_hoisted(first_row),
+                                tile.first_key / kMaskBlock),
+                       q_pipeline.full(state));
+    }
+
     // Q tiles with lse, or dO tiles with delta: `rows` of the stages, from `source` in the
     // workspace. With dO comes the bias.
     template <class Tile, bool kAllowsFetch, class Pipeline>
@@ -180,16 +224,20 @@ struct Fa3BackwardProducers : Fa3Cta<MayHaveBias<Fa3BackwardParams, kOptions>, K
         typename BiasPipeline::State bias;
         work_tiles.for_each([&](const KeyTile& tile) {
             if (kAllowsFetch && tile.q_tiles.empty()) work_tiles.allow_fetch();
-            for_each_q_tile(tile, [&](int head, int row_group, int first_row, bool last) {
+            for_each_q_tile(tile, [&](int head, int row_group, int first_row, bool last, int i) {
                 if (kAllowsFetch && last) work_tiles.allow_fetch();
                 const Sequence& s = tile.sequence;
-                load_tile<Tile>(
-                    pipeline, state, map, query_tensor_rows<Element>(view, s, head), first_row,
-                    [&] {
-                        return RowStatisticsLoad<Statistic, kBlockQ>{
-                            rows[state.stage], source + int64_t{row_group} * kWorkspaceRows,
-                            source + params.padding_row, stored_rows<kBlockQ>(s, first_row)};
-                    });
+                const auto statistics = [&] {
+                    return RowStatisticsLoad<Statistic, kBlockQ>{
+                        rows[state.stage], source + int64_t{row_group} * kWorkspaceRows,
+                        source + params.padding_row, stored_rows<kBlockQ>(s, first_row)};
+                };
+                if constexpr (kMask && kAllowsFetch) {
+                    load_masked_queries(state, tile, head, first_row, i, statistics());
+                } else {
+                    load_tile<Tile>(pipeline, state, map, query_tensor_rows<Element>(view, s, head),
+                                    first_row, statistics);
+                }
                 state.advance();
                 if constexpr (kBias && !kAllowsFetch)
                     params.bias_map.template load<BiasTile>(bias_pipeline(), bias, s, head,
@@ -227,8 +275,16 @@ struct Fa3BackwardProducers : Fa3Cta<MayHaveBias<Fa3BackwardParams, kOptions>, K
                 dq_pipeline(unreleased).consumer_release({});
                 unreleased = -1;
             };
-            for_each_q_tile(tile, [&](int, int row_group, int first_row, bool) {
-                const int before = tiles_before(tile, first_row);
+            for_each_q_tile(tile, [&](int head, int row_group, int first_row, bool, int) {
+                int before = 0;
+                if constexpr (kMask) {
+                    if (params.deterministic)
+                        before = blocks_before(runs_of_q_block(params, tile.sequence.batch, head,
+                                                               first_row / kMaskBlock),
+                                               tile.first_key / kMaskBlock);
+                } else {
+                    before = tiles_before(tile, first_row);
+                }
                 const bool stores = before == 0 && !params.dq_accum_zeroed;
                 const int awaited =
                     params.deterministic ? before : !params.dq_accum_zeroed && before > 0;

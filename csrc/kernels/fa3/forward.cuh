@@ -30,7 +30,7 @@
 // the matmuls of the other; in the other kernels they drift apart without it.
 //
 // Shared memory: pipelines of Q, K and V tiles; the work-tile pipeline (QueryTile); with a bias a
-// pipeline of its tiles (bias_tiles.cuh).
+// pipeline of its tiles (bias_tiles.cuh). A mask of tiles (mask_tiles.cuh) comes with Q and K.
 //
 //   barrier             arrivals per phase                   who waits
 //   full(Q, K, V)       1: its producer; and TMA's bytes     consumers, before the matmul
@@ -135,7 +135,8 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
     FLASH_DEVICE void begin_tile(State& x) const {
         const QueryTile& tile = work_tiles[x.tile];
         x.full_tiles = full_tiles(tile);
-        if constexpr (!kTuning.ping_pong) {  // which needs equal numbers of iterations
+        if constexpr (!kTuning.ping_pong &&
+                      !Tiles::kMask) {  // ping-pong needs equal numbers of iterations
             const int last = tile.kv_tiles.last_seen_by(mask_of(params, tile.sequence),
                                                         this->queries_of(tile), kBlockKV);
             x.skipped_tiles = max_of(x.kv_tile - max_of(last, x.first_kv_tile), 0);
@@ -198,6 +199,7 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
     template <bool kUnmasked>
     FLASH_DEVICE void compute_p(State& x, Probabilities& rP, bool new_tile) const {
         warpgroup_fence(x.rS);
+        if constexpr (Tiles::kMask && !kUnmasked) this->hide_by_words(x.rS, x);
         release_and_advance(k_pipeline, x.k);
         if constexpr (kTestsEarly) {
             x.k_ready = k_pipeline.consumer_test(x.k);

@@ -13,6 +13,7 @@
 #include "kernels/common/optimistic_softmax.cuh"
 #include "kernels/fa3/bias_tiles.cuh"
 #include "kernels/fa3/cta.cuh"
+#include "kernels/fa3/mask_tiles.cuh"
 #include "problem/score.cuh"
 #include "schedule/split_kv.cuh"
 #include "tile/wgmma.cuh"
@@ -43,6 +44,7 @@ struct Fa3ForwardTiles
     static constexpr bool kMayHaveSplits =
         contains(kOptions, OptionSet::kSplits);  // and packed GQA
     static constexpr bool kPages = contains(kOptions, OptionSet::kPages);
+    static constexpr bool kMask = contains(kOptions, OptionSet::kMask);
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kBlockQ = kConsumers * 64;
     static_assert(kBlockQ >= tuning::kForwardBlockQ);
@@ -78,6 +80,8 @@ struct Fa3ForwardTiles
     using BiasStorage = flash_ext::BiasStorage<BiasTile, kTuning.bias_stages>;
     using BiasPipeline = typename BiasStorage::Pipeline;
     static_assert(kBias == (kTuning.bias_stages > 0));
+    using MaskStorage = ForwardMaskStorage<kMask, kTuning.q_stages, kTuning.k_stages>;
+    static_assert(!kMask || (kBlockQ == kMaskBlock && kMaskBlock % kBlockKV == 0));
 
     // A kernel may derive its own.
     struct SharedStorage {
@@ -85,6 +89,7 @@ struct Fa3ForwardTiles
         typename KPipeline::Stages k;
         typename VPipeline::Stages v;
         [[no_unique_address]] BiasStorage bias;
+        [[no_unique_address]] MaskStorage mask;
         typename QPipeline::Barriers q_barriers;
         typename KPipeline::Barriers k_barriers;
         typename VPipeline::Barriers v_barriers;
@@ -141,6 +146,8 @@ struct Fa3ForwardTiles
             if (pack_gqa_log2() > 0) work.head *= group();  // the first head of the group
         }
         describe<Fa3ForwardTiles>(tile, params, work, kBlockQ >> pack_gqa_log2());
+        if constexpr (kMask)
+            take_runs<kMaskBlock / kBlockKV>(tile.kv_tiles, tile.full_tiles, runs_of(tile));
         if constexpr (kMayHaveSplits)
             tile.kv_tiles = split_of(tile.kv_tiles, tile.split, params.num_splits);
         // A tile without keys takes one iteration, too: all its scores are hidden, and TMA fills K
@@ -148,6 +155,19 @@ struct Fa3ForwardTiles
         if (tile.kv_tiles.empty()) {
             tile.sequence.seqlen_k = 0;
             tile.kv_tiles = {0, 1};
+        }
+    }
+
+    FLASH_DEVICE BlockRuns runs_of(const QueryTile& tile) const {
+        return runs_of_q_block(params, tile.sequence.batch, tile.head,
+                               tile.first_query / kMaskBlock);
+    }
+    // The KV tiles of a Q tile, from the last one to the first.
+    FLASH_DEVICE auto tiles_down(const QueryTile& tile) const {
+        if constexpr (kMask) {
+            return TilesDown<kMaskBlock / kBlockKV>(runs_of(tile));
+        } else {
+            return BandTiles{};
         }
     }
 
@@ -175,6 +195,26 @@ struct Fa3ForwardTiles
         }
     }
 
+    // A tile of K that is number i of those that the Q tile sees, with what the mask has of it.
+    FLASH_DEVICE void load_masked_keys(const typename KPipeline::State& state,
+                                       const QueryTile& tile, const KeyRows& keys, int head, int i,
+                                       int first_key) const {
+        const bool has_words = params.tile_mask.bits && i >= tile.full_tiles &&
+                               tile.sequence.seqlen_k > 0;  // 0: there is none
+        k_pipeline.producer_acquire(state);
+        storage.mask.first_keys[state.stage] = first_key;
+        k_pipeline.producer_expect(
+            state, KTile::kBytes + (has_words ? int{sizeof storage.mask.bits[0]} : 0));
+        keys.tensor_rows<Element>(params.k, head, first_key)
+            .template load<KTile, kKVBoxRows>(params.k_map, k_pipeline.stage(state),
+                                              k_pipeline.full(state), first_key);
+        if (has_words)
+            load_words(storage.mask.bits[state.stage],
+                       words_of(params, tile.sequence.batch, tile.head, tile.first_query,
+                                first_key / kMaskBlock),
+                       k_pipeline.full(state));
+    }
+
     // Fetches the Q tiles and loads their K tiles, last to first. The next Q tile is fetched a few
     // iterations before it is needed. also_load(tile, first key) comes after each K tile.
     template <class AlsoLoad>
@@ -197,12 +237,17 @@ struct Fa3ForwardTiles
                 const KeyRows keys = key_rows(params, tile.sequence);
                 const int head = key_head(params, tile.head);
                 const VisibleTiles kv = tile.kv_tiles;
+                auto tiles = tiles_down(tile);
                 int next = 0;
                 for (int i = kv.end - 1; i >= kv.begin; --i) {
                     if (i == min_of(kv.end - 1, kv.begin + kFetchAhead)) next = fetch();
-                    const int first_key = kv.tile(i) * kBlockKV;
-                    load_keys<KTile>(k_pipeline, k, params.k_map, params.k, tile, keys, head,
-                                     first_key);
+                    const int first_key = tiles.tile(i) * kBlockKV;
+                    if constexpr (kMask) {
+                        load_masked_keys(k, tile, keys, head, i, first_key);
+                    } else {
+                        load_keys<KTile>(k_pipeline, k, params.k_map, params.k, tile, keys, head,
+                                         first_key);
+                    }
                     k.advance();
                     also_load(tile, first_key);
                 }
@@ -215,8 +260,9 @@ struct Fa3ForwardTiles
         work_tiles.for_each([&](const QueryTile& tile) {
             const KeyRows keys = key_rows(params, tile.sequence);
             const int head = key_head(params, tile.head);
+            auto tiles = tiles_down(tile);
             for (int i = tile.kv_tiles.end - 1; i >= tile.kv_tiles.begin; --i, v.advance()) {
-                const int first_key = tile.kv_tiles.tile(i) * kBlockKV;
+                const int first_key = tiles.tile(i) * kBlockKV;
                 load_keys<VTile>(v_pipeline, v, params.v_map, params.v, tile, keys, head,
                                  first_key);
             }
@@ -237,13 +283,29 @@ struct Fa3ForwardTiles
                     rows.prefetch<QTile>(params.q_map, first);
                 });
             q_pipeline.producer_acquire(q);
-            q_pipeline.producer_expect(q, QTile::kBytes);
+            if constexpr (kMask) {
+                load_intervals(q, tile);
+            } else {
+                q_pipeline.producer_expect(q, QTile::kBytes);
+            }
             for_each_q_load(tile, [&](const TensorRows& rows, int row, int first) {
                 rows.load_boxes<QTile>(params.q_map, q_pipeline.stage(q) + row * QTile::kPitch,
                                        q_pipeline.full(q), first);
             });
             q.advance();
         });
+    }
+
+    // Expects Q, too.
+    FLASH_DEVICE void load_intervals(const typename QPipeline::State& q,
+                                     const QueryTile& tile) const {
+        const bool bits = params.tile_mask.bits;
+        q_pipeline.producer_expect(
+            q, QTile::kBytes + (bits ? 0 : int{sizeof storage.mask.intervals[0]}));
+        if (!bits)
+            load_words(storage.mask.intervals[q.stage],
+                       words_of(params, tile.sequence.batch, tile.head, tile.first_query, 0),
+                       q_pipeline.full(q));
     }
 
     // visit(tensor rows, row of the tile, the tensor row that is loaded to it), for each box.
@@ -310,6 +372,7 @@ struct Fa3ForwardTiles
         return {query_of(tile, consumer * 64), query_of(tile, consumer * 64 + 63) + 1};
     }
     FLASH_DEVICE Interval full_tiles(const QueryTile& tile) const {
+        if constexpr (kMask) return {0, ptx::warp_uniform(tile.full_tiles)};
         return tile.kv_tiles.full_for(mask_of(params, tile.sequence), queries_of(tile), kBlockKV);
     }
 
@@ -328,6 +391,17 @@ struct Fa3ForwardTiles
         }
     }
 
+    // Applies a mask of tiles to scores whose K has not been released.
+    template <class State>
+    FLASH_DEVICE void hide_by_words(RegisterTile<16, kBlockKV>& rS, const State& x) const {
+        if (x.kv_tile < x.full_tiles.end) return;
+        const bool bits = params.tile_mask.bits;
+        hide_keys(
+            rS,
+            (bits ? storage.mask.bits[x.k.stage] : storage.mask.intervals[x.q.stage]) + warp_row(),
+            bits, work_tiles[x.tile].sequence.seqlen_k == 0, storage.mask.first_keys[x.k.stage]);
+    }
+
     // Applies the options, and the mask unless kUnmasked excludes one.
     template <bool kUnmasked, class State>
     FLASH_DEVICE void finish_scores(RegisterTile<16, kBlockKV>& rS, State& x) const {
@@ -342,7 +416,8 @@ struct Fa3ForwardTiles
             // Packed GQA has no ALiBi, which uses first_query.
             ScoreFunction<Element, Rows::kQueries, kOptions>{params, tile.sequence, tile.head}
                 .apply(rS, tile.first_query + first_row, first_key);
-        if (!kUnmasked && (x.kv_tile < x.full_tiles.begin || x.kv_tile >= x.full_tiles.end)) {
+        if (!kMask && !kUnmasked &&
+            (x.kv_tile < x.full_tiles.begin || x.kv_tile >= x.full_tiles.end)) {
             const BandMask mask = mask_of(params, tile.sequence);
             mask_scores(rS, first_key,
                         [&](int row) { return mask.key_range(query_of(tile, first_row + row)); });

@@ -13,6 +13,26 @@ namespace flash_ext {
 
 using MaskWords = uint32_t[kMaskWords];
 
+// A member of SharedStorage, empty without such a mask. In the forward: of the stages of Q the
+// words of 128 queries, of the stages of K the words of a partial block and the first key.
+template <bool kMask, int kQStages, int kKStages>
+struct ForwardMaskStorage {
+    alignas(16) MaskWords intervals[kQStages][kMaskBlock];
+    alignas(16) MaskWords bits[kKStages][kMaskBlock];
+    int first_keys[kKStages];
+};
+template <int kQStages, int kKStages>
+struct ForwardMaskStorage<false, kQStages, kKStages> {};
+
+// In the backward: of the stages of Q the words of its queries and the first query.
+template <bool kMask, int kStages, int kRows>
+struct BackwardMaskStorage {
+    alignas(16) MaskWords words[kStages][kRows];
+    int first_queries[kStages];
+};
+template <int kStages, int kRows>
+struct BackwardMaskStorage<false, kStages, kRows> {};
+
 // Loads the words of kRows queries.
 template <int kRows>
 FLASH_DEVICE void load_words(MaskWords (&target)[kRows], const uint32_t* source, uint32_t full) {
@@ -39,10 +59,9 @@ FLASH_DEVICE void hide_keys(Scores& s, const MaskWords* words, bool bits, bool n
             visible = row[lane_id() % 4] >> first_key % kMaskBlock / 4;
         } else {
             const int first = first_key + lane_col();
-            visible = lane_columns(static_cast<int>(row[0]) - first,
-                                   static_cast<int>(row[1]) - first) |
-                      lane_columns(static_cast<int>(row[2]) - first,
-                                   static_cast<int>(row[3]) - first);
+            visible =
+                lane_columns(static_cast<int>(row[0]) - first, static_cast<int>(row[1]) - first) |
+                lane_columns(static_cast<int>(row[2]) - first, static_cast<int>(row[3]) - first);
         }
         if (none) visible = 0;
 #pragma unroll

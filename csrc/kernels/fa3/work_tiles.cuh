@@ -5,6 +5,7 @@
 #include "plan/tuning.h"
 #include "problem/key_rows.cuh"
 #include "problem/mask.cuh"
+#include "problem/tile_mask.cuh"
 #include "ptx/uniform.cuh"
 #include "schedule/tile_numbers.cuh"
 #include "schedule/tile_order.cuh"
@@ -21,6 +22,7 @@ struct QueryTile {
     int split;       // index of the split of the keys, in the forward
     bool large_lse;  // in the backward: does any row of the call have a reference?
     int row_group;   // in backward_dq.cuh: of query 0, see plan/workspace_rows.cuh
+    int full_tiles;  // with a TileMask: how many of kv_tiles are full; they come first
 
     FLASH_DEVICE int& first_row() { return first_query; }
 };
@@ -33,8 +35,21 @@ struct KeyTile {
     VisibleTiles q_tiles;
     bool large_lse;       // does any row of the call have a reference?
     int first_row_group;  // see plan/workspace_rows.cuh; only in backward.cuh
+    int full_tiles;       // as in a QueryTile
 
     FLASH_DEVICE int& first_row() { return first_key; }
+};
+
+// The tiles of a row of runs, of which a block has kPerBlock, in place of the band's.
+template <int kPerBlock>
+FLASH_DEVICE void take_runs(VisibleTiles& tiles, int& full_tiles, const BlockRuns& runs) {
+    tiles = {0, runs.count() * kPerBlock};
+    full_tiles = runs.full() * kPerBlock;
+}
+
+// A band's tiles, from the first to the last or from the last to the first: tile i is number i.
+struct BandTiles {
+    static FLASH_DEVICE int tile(int i) { return VisibleTiles::tile(i); }
 };
 
 FLASH_DEVICE VisibleTiles warp_uniform(const VisibleTiles& tiles) {
