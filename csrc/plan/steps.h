@@ -60,11 +60,10 @@ void begin_plan(ForwardPlan& plan, const GpuModel& gpu);
 // Why no kernel of the tables runs the call with the options `needed`; empty if one does.
 template <class... Tables>
 std::string table_reason(const Call& call, OptionSet needed, const Tables&... tables) {
-    constexpr std::pair<const char*, OptionSet> kOptions[] = {{"dropout", OptionSet::kDropout},
-                                                              {"bias", OptionSet::kBias},
-                                                              {"softcap", OptionSet::kSoftcap},
-                                                              {"ALiBi", OptionSet::kAlibi},
-                                                              {"page table", OptionSet::kPages}};
+    constexpr std::pair<const char*, OptionSet> kOptions[] = {
+        {"dropout", OptionSet::kDropout},  {"bias", OptionSet::kBias},
+        {"softcap", OptionSet::kSoftcap},  {"ALiBi", OptionSet::kAlibi},
+        {"page table", OptionSet::kPages}, {"mask", OptionSet::kMask}};
     for (const auto& [name, option] : kOptions)
         if (contains(needed, option) && !(tuning::find_row(tables, {}, option) || ...))
             return text("has no ", name, has_8_bit_keys(call.params) ? " with 8-bit inputs" : "");
