@@ -96,6 +96,69 @@ def tensor(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Callab
 
 NAN, INF = float("nan"), float("inf")
 
+
+def mask(**changes: Any) -> Callable[[Arguments], Arguments]:
+    """The tensors of a mask for `good`, of which some have other shapes, or are given."""
+    shapes = {"kv_tiles": (1, 1, 1, 8), "q_tiles": (1, 1, 1, 8), "words": (1, 1, 128, 4)}
+
+    def make(a: Arguments) -> Arguments:
+        given = shapes | changes
+        others = {name: given.pop(name) for name in set(given) - set(shapes)}
+        ints = {"dtype": torch.int32, "device": a["q"].device}
+        tensors = {
+            f"mask_{name}": torch.zeros(x, **ints) if isinstance(x, tuple) else x
+            for name, x in given.items()
+        }
+        return tensors | {
+            name: x.to(a["q"].device) if isinstance(x, torch.Tensor) else x
+            for name, x in others.items()
+        }
+
+    return make
+
+
+def ints(*shape: int, **more: Any) -> torch.Tensor:
+    return torch.zeros(shape, **{"dtype": torch.int32} | more)
+
+
+MASK_CASES = {
+    "a mask without queries' blocks": ("mask_q_tiles", mask(q_tiles=None)),
+    "a mask without keys' blocks": ("mask_kv_tiles", mask(kv_tiles=None)),
+    "a mask without words": ("mask_words", mask(words=None)),
+    "a mask and lengths": ("seqused_k", mask(seqused_k=ints(2))),
+    "a mask and causal": ("causal", mask(causal=True)),
+    "a mask and a window left": ("window_left", mask(window_left=3)),
+    "a mask and a window right": ("window_right", mask(window_right=0)),
+    "a mask of another batch": ("mask_kv_tiles", mask(kv_tiles=(3, 1, 1, 8))),
+    "a mask of key heads": ("mask_kv_tiles", mask(kv_tiles=(1, 2, 1, 8))),
+    "a mask of more blocks": ("mask_kv_tiles", mask(kv_tiles=(1, 1, 2, 8))),
+    "a mask of more blocks of keys": ("mask_q_tiles", mask(q_tiles=(1, 1, 2, 8))),
+    "a mask without runs": ("mask_kv_tiles", mask(kv_tiles=(1, 1, 1, 4))),
+    "a mask of 10 runs": ("mask_q_tiles", mask(q_tiles=(1, 1, 1, 10))),
+    "a mask of three dimensions": ("mask_q_tiles", mask(q_tiles=(1, 1, 8))),
+    "lists of two batches": ("mask_q_tiles", mask(q_tiles=(2, 1, 1, 8))),
+    "lists of two heads": ("mask_q_tiles", mask(q_tiles=(1, 4, 1, 8))),
+    "words of two batches": ("mask_words", mask(words=(2, 1, 128, 4))),
+    "words of queries alone": ("mask_words", mask(words=(1, 1, 5, 4))),
+    "one interval": ("mask_words", mask(words=(1, 1, 128, 2))),
+    "bits of more blocks": ("mask_words", mask(words=(1, 1, 1, 2, 128, 4))),
+    "a mask in int64": (
+        "mask_kv_tiles",
+        lambda a: mask()(a) | tensor("mask_kv_tiles", 1, 1, 1, 8, dtype=torch.int64)(a),
+    ),
+    "words with gaps": (
+        "mask_words",
+        lambda a: mask()(a) | {"mask_words": ints(1, 1, 128, 8, device=a["q"].device)[..., ::2]},
+    ),
+    "words not aligned": (
+        "mask_words",
+        lambda a: (
+            mask()(a) | {"mask_words": ints(513, device=a["q"].device)[1:].view(1, 1, 128, 4)}
+        ),
+    ),
+}
+
+
 FORWARD_CASES = {
     # what is wrong: (the argument the message names, the change to good arguments)
     "q of three dimensions": ("q", shaped("q", 5, 4, 32)),
@@ -166,6 +229,7 @@ FORWARD_CASES = {
         lambda a: {"alibi_slopes": torch.zeros(2, 8, device=a["q"].device)[:, ::2]},
     ),
     "bias of three dimensions": ("bias", tensor("bias", 4, 5, 7)),
+    **MASK_CASES,
     "bias of another batch": ("bias", tensor("bias", 3, 1, 1, 1)),
     "bias of key heads": ("bias", tensor("bias", 1, 2, 5, 7)),
     "bias of too few queries": ("bias", tensor("bias", 1, 4, 4, 7)),

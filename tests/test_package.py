@@ -15,7 +15,7 @@ import torch
 import flash_ext
 from flash_ext.__main__ import main
 from flash_ext.functional import AttentionOptions, attention_options
-from flash_ext.ops.options import ABOUT, FIELDS, TENSOR_OPTIONS, VARIANTS, table
+from flash_ext.ops.options import ABOUT, FIELDS, MASK_OPTIONS, TENSOR_OPTIONS, VARIANTS, table
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,8 @@ def test_the_options_of_attention_are_those_of_the_ops() -> None:
     del parameters["q"]
     options = {name: x.default for name, x in FIELDS.items()}
     assert (left, right) == (options.pop("window_left"), options.pop("window_right"))
-    del options["deterministic"], options["page_table"]  # which attention does not have
+    for name in ("deterministic", "page_table", *MASK_OPTIONS):  # which attention does not have
+        del options[name]
     assert {name: x.default for name, x in parameters.items()} == options
 
 

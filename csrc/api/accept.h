@@ -147,6 +147,39 @@ inline bool accepts_bias(const Tensor& bias, const Sizes& sizes, ScalarType dtyp
     return true;
 }
 
+// Is this tensor of a mask contiguous, in int32 and aligned to 16 bytes?
+inline bool is_plain_mask(const Tensor& x, const Device& device) {
+    return x.scalar_type() == ScalarType::Int && x.device() == device && x.is_contiguous() &&
+           (x.numel() == 0 || reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0);
+}
+
+// Are these rows of runs, of as many blocks? Each matrix has its own, or all have one.
+inline bool accepts_runs(const Tensor& x, const Sizes& sizes, int64_t blocks) {
+    constexpr int64_t kMostRuns = int64_t{1} << 31;
+    return x.dim() == 4 && (x.size(0) == 1 || x.size(0) == sizes.batch) &&
+           (x.size(1) == 1 || x.size(1) == sizes.heads_q) && x.size(2) == blocks &&
+           x.size(3) >= 8 && x.size(3) < kMostRuns && x.size(3) % 4 == 0;
+}
+
+// A mask says itself where sequences end, and has the window.
+inline bool accepts_mask(const Sizes& sizes, const Options& options, const Device& device) {
+    const auto &kv = options.mask_kv_tiles, &q = options.mask_q_tiles, &words = options.mask_words;
+    if (!kv && !q && !words) return true;
+    if (!kv || !q || !words || options.cu_seqlens_q || options.seqused_k || options.page_table ||
+        options.causal || options.window_left != -1 || options.window_right != -1)
+        return false;
+    const int64_t q_blocks = ceil_div<int64_t>(sizes.seqlen_q, kMaskBlock);
+    const int64_t kv_blocks = ceil_div<int64_t>(sizes.seqlen_k, kMaskBlock);
+    if (std::max(q_blocks, kv_blocks) > kMostMaskBlocks || !accepts_runs(*kv, sizes, q_blocks) ||
+        !accepts_runs(*q, sizes, kv_blocks))
+        return false;
+    const int64_t batch = kv->size(0), heads = kv->size(1);
+    return q->size(0) == batch && q->size(1) == heads &&
+           (has_shape(*words, {batch, heads, q_blocks * kMaskBlock, 4}) ||
+            has_shape(*words, {batch, heads, q_blocks, kv_blocks, kMaskBlock, 4})) &&
+           is_plain_mask(*kv, device) && is_plain_mask(*q, device) && is_plain_mask(*words, device);
+}
+
 // One number, (batch, heads_k), or (batch, heads, last). last < 0: any number of blocks, as many as
 // the longest varlen sequence has, or more.
 inline bool accepts_descale(const std::optional<Tensor>& descale, const Sizes& sizes, int64_t heads,
@@ -194,6 +227,7 @@ inline bool accepts_options(ScalarType dtype, ScalarType key_dtype, const Sizes&
         !is_of(*slopes, device, ScalarType::Float, {sizes.batch, sizes.heads_q}))
         return false;
     return (!options.bias || accepts_bias(*options.bias, sizes, dtype, device)) &&
+           accepts_mask(sizes, options, device) &&
            accepts_8_bit_options(dtype, key_dtype, sizes, options, device) &&
            is_plain_or_none(options.sink, device, ScalarType::Float, {sizes.heads_q}) &&
            options.dropout_p >= 0 && options.dropout_p < 1 &&

@@ -44,6 +44,28 @@ Bias bias_of(const Tensor& tensor) {
     return bias;
 }
 
+// For a mask without elements, which is still a mask.
+const int* ints_of(const Tensor& tensor) {
+    static const int kNoElements = 0;
+    return tensor.numel() > 0 ? static_cast<const int*>(tensor.data_ptr()) : &kNoElements;
+}
+
+TileMask tile_mask_of(const Options& options) {
+    if (!options.mask_kv_tiles) return {};
+    const Tensor &kv_tiles = *options.mask_kv_tiles, &q_tiles = *options.mask_q_tiles;
+    const Tensor& words = *options.mask_words;
+    return {.kv_tiles = ints_of(kv_tiles),
+            .q_tiles = ints_of(q_tiles),
+            .words = reinterpret_cast<const uint32_t*>(ints_of(words)),
+            .kv_row = static_cast<int>(kv_tiles.size(3)),
+            .q_row = static_cast<int>(q_tiles.size(3)),
+            .q_blocks = static_cast<int>(kv_tiles.size(2)),
+            .kv_blocks = static_cast<int>(q_tiles.size(2)),
+            .bits = words.dim() == 6,
+            .by_batch = kv_tiles.size(0) > 1,
+            .by_head = kv_tiles.size(1) > 1};
+}
+
 // Of one value, (B, Hk), or (B, H, blocks or channels), where H is Hq for q's blocks.
 Descale descale_of(const std::optional<Tensor>& tensor, bool of_queries) {
     Descale descale;
@@ -111,6 +133,7 @@ void fill_params(AttentionParams& params, const Sizes& sizes, std::span<const Op
     if (options.alibi_slopes && options.alibi_slopes->dim() == 2)
         params.alibi_batch_stride = options.alibi_slopes->stride(0);
     if (options.bias) params.bias = bias_of(*options.bias);
+    params.tile_mask = tile_mask_of(options);
     params.sink = data_of<float>(options.sink);
 
     params.q_descale = descale_of(options.q_descale, /*of_queries=*/true);

@@ -32,6 +32,9 @@ struct Options {
     double softcap = 0;
     std::optional<Tensor> alibi_slopes;
     std::optional<Tensor> bias;
+    std::optional<Tensor> mask_kv_tiles;
+    std::optional<Tensor> mask_q_tiles;
+    std::optional<Tensor> mask_words;
     std::optional<Tensor> sink;
     std::optional<Tensor> cu_seqlens_q;
     std::optional<Tensor> cu_seqlens_k;
@@ -48,9 +51,10 @@ struct Options {
 
     // All of them, for what passes them on.
     auto fields() {
-        return std::tie(scale, causal, window_left, window_right, softcap, alibi_slopes, bias, sink,
-                        cu_seqlens_q, cu_seqlens_k, seqused_k, page_table, dropout_p, rng_state,
-                        q_descale, k_descale, v_descale, out_dtype, deterministic, variant);
+        return std::tie(scale, causal, window_left, window_right, softcap, alibi_slopes, bias,
+                        mask_kv_tiles, mask_q_tiles, mask_words, sink, cu_seqlens_q, cu_seqlens_k,
+                        seqused_k, page_table, dropout_p, rng_state, q_descale, k_descale,
+                        v_descale, out_dtype, deterministic, variant);
     }
 };
 

@@ -83,7 +83,7 @@ void pack_gqa_view(ForwardParams& params) {
     const int group = group_or_one(params);
     const bool alike = params.alibi_slopes == nullptr && params.bias.data == nullptr &&
                        params.sink == nullptr && params.rng_state == nullptr &&
-                       !params.q_descale.by_query_head;
+                       params.tile_mask.kv_tiles == nullptr && !params.q_descale.by_query_head;
     if (params.seqlen_q != 1 || params.cu_seqlens_q != nullptr || group < 2 || !alike ||
         !summary_of(params).sees_all || params.q.head_stride == 0)
         return;

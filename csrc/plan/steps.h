@@ -63,7 +63,7 @@ std::string table_reason(const Call& call, OptionSet needed, const Tables&... ta
     constexpr std::pair<const char*, OptionSet> kOptions[] = {
         {"dropout", OptionSet::kDropout},  {"bias", OptionSet::kBias},
         {"softcap", OptionSet::kSoftcap},  {"ALiBi", OptionSet::kAlibi},
-        {"page table", OptionSet::kPages}, {"mask of tiles", OptionSet::kMask}};
+        {"page table", OptionSet::kPages}, {"mask", OptionSet::kMask}};
     for (const auto& [name, option] : kOptions)
         if (contains(needed, option) && !(tuning::find_row(tables, {}, option) || ...))
             return text("has no ", name, has_8_bit_keys(call.params) ? " with 8-bit inputs" : "");

@@ -22,6 +22,9 @@ struct Bias {
     bool paired = false;  // is the element of every even key aligned to two elements?
 };
 
+inline constexpr int kMaskBlock = 128;         // queries, and keys, of a block of a mask
+inline constexpr int kMostMaskBlocks = 65535;  // whose numbers have 16 bits
+
 // Which blocks of 128 queries and 128 keys are visible, and what of them: see tile_mask.cuh. Null
 // where there is no such mask.
 struct TileMask {

@@ -16,7 +16,10 @@ from ..ops.options import (
     DESCALE_ROWS,
     FP8,
     FP8_VARIANTS,
+    MASK_BLOCK,
+    MASK_OPTIONS,
     MAX_FACTOR,
+    MOST_MASK_BLOCKS,
     QK_8_BITS,
     TENSOR_OPTIONS,
     VARIANTS,
@@ -84,6 +87,7 @@ def _choose_8_bit_variant(q: Tensor, options: Options) -> str:
         ("softcap", of_q and options.softcap != 0),
         ("ALiBi", of_q and options.alibi_slopes is not None),
         ("page table", options.page_table is not None),
+        ("mask", options.mask_kv_tiles is not None),
     ):
         if given:
             raise ValueError(f"flash_ext: variant {variant!r} has no {name} with 8-bit inputs")
@@ -266,6 +270,49 @@ def _check_bias(q: Tensor, k: Tensor, options: Options, batch: int, reads: bool)
                 refuse("bias", as_long, shape[dim])
 
 
+def _check_mask(q: Tensor, k: Tensor, options: Options, batch: int) -> None:
+    given = {name: getattr(options, name) for name in MASK_OPTIONS}
+    if all(x is None for x in given.values()):
+        return
+    for name, x in given.items():
+        if x is None:
+            refuse(name, f"given, as are the others of {', '.join(MASK_OPTIONS)}", None)
+    for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "page_table"):
+        if getattr(options, name) is not None:
+            refuse(name, "None with a mask, which says where sequences end", "a tensor")
+    for name, without in (("causal", False), ("window_left", -1), ("window_right", -1)):
+        if (got := getattr(options, name)) != without:
+            refuse(name, f"{without} with a mask, which has the window", got)
+    kv_tiles, q_tiles, words = given.values()
+    blocks_q, blocks_k = (-(-x.shape[1] // MASK_BLOCK) for x in (q, k))
+    if max(blocks_q, blocks_k) > MOST_MASK_BLOCKS:
+        most = f"for at most {MOST_MASK_BLOCKS} blocks of {MASK_BLOCK} queries, and of keys"
+        refuse("mask_kv_tiles", most, f"{blocks_q} and {blocks_k}")
+    heads = q.shape[2]
+    matrices = tuple(kv_tiles.shape[:2])
+    for name, x, blocks in (
+        ("mask_kv_tiles", kv_tiles, blocks_q),
+        ("mask_q_tiles", q_tiles, blocks_k),
+    ):
+        shape = tuple(x.shape)
+        runs = shape[-1] if shape else 0
+        broadcasts = len(shape) == 4 and shape[0] in (1, batch) and shape[1] in (1, heads)
+        if not broadcasts or shape[2] != blocks or not 8 <= runs < 2**31 or runs % 4 != 0:
+            sizes = f"(1 or batch = {batch}, 1 or heads_q = {heads}, {blocks} blocks, runs)"
+            refuse(name, f"of shape {sizes}, runs at least 8 and a multiple of 4", shape)
+    _require_shape("mask_q_tiles", q_tiles, (*matrices, *q_tiles.shape[2:]), "mask_kv_tiles' sizes")
+    intervals = (*matrices, blocks_q * MASK_BLOCK, 4)
+    bits = (*matrices, blocks_q, blocks_k, MASK_BLOCK, 4)
+    if tuple(words.shape) not in (intervals, bits):
+        refuse(
+            "mask_words", f"of shape {intervals} (intervals) or {bits} (bits)", tuple(words.shape)
+        )
+    for name, x in given.items():
+        require_plain(name, x, q, torch.int32, tuple(x.shape), "")
+        if x.numel() > 0 and x.data_ptr() % 16 != 0:
+            refuse(name, "aligned to 16 bytes", f"one that starts {x.data_ptr() % 16} bytes later")
+
+
 def _most_rows(rows: int, cu_seqlens: Tensor | None) -> int:
     """Of any sequence."""
     if cu_seqlens is None:
@@ -361,6 +408,7 @@ def _check_options(q: Tensor, k: Tensor, options: Options, batch: int, reads: bo
         _require_contiguous_rows("alibi_slopes", slopes)
     if options.bias is not None:
         _check_bias(q, k, options, batch, reads)
+    _check_mask(q, k, options, batch)
     require_plain("sink", options.sink, q, dtype, (heads,), "(heads_q)")
     if options.dropout_p > 0:
         if options.rng_state is None:

@@ -11,6 +11,7 @@ operation. "HBM" is a whole tensor, "on chip" a tile of it.
 Beyond the pseudocode, in all four:
 
 - Tiles that the mask hides are skipped, and tiles at its edge are cut to the part that it shows.
+  (A mask of lists of blocks is a bool bias here, whose tiles are all visited.)
 - Scores get more than a scale and a mask: `Tile.scores` in `tiling.py`, and its gradient.
 - m starts at the lowest finite number instead of −∞. So a row that has seen no key yet never meets
   −∞ − (−∞): its P̃ is exp(−∞) = 0. With a sink, m and ℓ start as if that key had been seen.
@@ -39,6 +40,7 @@ from ..ops.checks import result_dtype, statistics_dtype
 from ..ops.options import CPU_VARIANTS, QK_8_BITS, BackwardTensors, Options
 from . import fp8
 from .sequences import Span, spans
+from .tile_mask import mask_as_bias
 from .tiling import Tiling, exp_, reciprocal, starting_statistics
 
 
@@ -287,6 +289,7 @@ def forward(
     dtype = result_dtype(q.dtype, options.out_dtype)
     out = q.new_zeros((batch, seqlen_q, heads, v.shape[3]), dtype=dtype)
     lse = q.new_full((batch, heads, seqlen_q), -math.inf, dtype=statistics_dtype(q.dtype))
+    options = mask_as_bias(q, k, options)
     for span in spans(q, k, options):
         tiling = Tiling.of(span, q, k, v, options, on_chip)
         operands = _operands(span, tiling, q, k, v)
@@ -325,6 +328,7 @@ def backward(
     if bias is not None and bias.is_floating_point() and need_dbias:
         dbias = torch.zeros(bias.shape, dtype=lse.dtype, device=bias.device)
     dsink = None if sink is None else torch.zeros_like(sink)
+    options = mask_as_bias(q, k, options)
     for span in spans(q, k, options):
         tiling = Tiling.of(span, q, k, v, options, on_chip, dbias)
         saved = Saved(*(tiling.to_rows(span.of_queries(x)) for x in saved_tensors))

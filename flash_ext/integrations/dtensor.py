@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.library import register_torch_dispatch
 
 from .. import ops
-from ..ops.options import ABOUT, QK_8_BITS, BackwardTensors, dim_of
+from ..ops.options import ABOUT, MASK_OPTIONS, QK_8_BITS, BackwardTensors, dim_of
 from .distributed.algorithms import Core
 from .distributed.methods import Groups, build, unsupported_reason
 from .distributed.packing import Mask
@@ -170,6 +170,7 @@ _OF_THE_WHOLE = {
     *("bias", "seqused_k", "page_table", "rng_state"),
     *("q_descale", "k_descale", "v_descale"),
     *("cu_seqlens_q", "cu_seqlens_k"),
+    *MASK_OPTIONS,
 }
 """Options that a split sequence does not have."""
 

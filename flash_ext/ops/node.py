@@ -29,7 +29,7 @@ from torch.library import fallthrough_kernel, register_fake
 
 from . import flops
 from .autograd import record_backward
-from .options import TENSOR_OPTIONS, schema_options
+from .options import MASK_OPTIONS, TENSOR_OPTIONS, schema_options
 from .schemas import library
 from .torch_private import any_requires_grad, entry, in_dispatch_mode, in_dual_level, schema
 
@@ -52,6 +52,7 @@ _PLAIN = {"causal", "scale"}
 _PYTHON_ONLY = {
     *("sink", "dropout_p", "rng_state", "page_table"),
     *("q_descale", "k_descale", "v_descale", "out_dtype"),
+    *MASK_OPTIONS,
 }
 """Those that only the node in Python has, or refuses."""
 

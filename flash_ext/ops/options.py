@@ -30,6 +30,15 @@ QK_8_BITS = (FP8, torch.int8)
 FP8_VARIANTS = ("fa3",)
 """The variants that take them, forward only."""
 
+MASK_OPTIONS = ("mask_kv_tiles", "mask_q_tiles", "mask_words")
+"""The tensors of a `flash_ext.Mask`, as a call has them: all or none."""
+
+MASK_VARIANTS = ("fa3",)
+"""The variants whose CUDA kernels have a mask. All CPU kernels do."""
+
+MASK_BLOCK, MOST_MASK_BLOCKS = 128, 2**16 - 1
+"""The queries, and the keys, of a block of a mask, and how many blocks one may have of each."""
+
 DESCALE_ROWS = 128
 """The queries or keys of a block that has its own descale."""
 
@@ -108,6 +117,26 @@ class Options:
         None,
         "added to the scores; broadcasts to (B, Hq, Sq, Sk); differentiable; bool: False hides",
         dims=("batch", "heads", "queries", "keys"),
+    )
+    mask_kv_tiles: Tensor | None = _option(
+        None,
+        "int32 (B or 1, Hq or 1, blocks of 128 queries, R): the blocks of keys that each one sees,"
+        " as runs; see `flash_ext.Mask`, which makes these three",
+        variants=MASK_VARIANTS,
+        dims=("batch", "heads", "blocks", "runs"),
+    )
+    mask_q_tiles: Tensor | None = _option(
+        None,
+        "int32 (B or 1, Hq or 1, blocks of 128 keys, R): the blocks of queries that see each one",
+        variants=MASK_VARIANTS,
+        dims=("batch", "heads", "blocks", "runs"),
+    )
+    mask_words: Tensor | None = _option(
+        None,
+        "int32: of a query two intervals of keys, (B or 1, Hq or 1, rows of blocks, 4), or of a"
+        " pair of blocks bits, (B or 1, Hq or 1, blocks of queries, blocks of keys, 128, 4)",
+        variants=MASK_VARIANTS,
+        dims=("batch", "heads", "queries", "words"),
     )
     sink: Tensor | None = _option(
         None, "(Hq): score of a first key with value 0; differentiable", dims=("heads",)
@@ -189,7 +218,7 @@ def dim_of(name: str, dims: int, what: str) -> int | None:
     """Which dimension of an option, a tensor with `dims` dimensions, is "batch" or "heads"."""
     about = ABOUT[name]
     present = about.dims[-dims:] if dims > 0 else ()
-    if about.factor:
+    if about.factor or name in MASK_OPTIONS:
         present = about.dims[:dims] if dims >= 2 else ()
     return present.index(what) if what in present else None
 

@@ -20,8 +20,9 @@ Dims = Any
 
 
 def _rows(x: Tensor) -> Tensor:
-    """x as the ops take it: rows in the last dimension; vectors and lse are contiguous."""
-    return x if x.dim() > 3 and x.stride(-1) == 1 else x.contiguous()
+    """x as the ops take it: rows in the last dimension; vectors, lse and masks are contiguous."""
+    has_rows = x.dim() > 3 and x.stride(-1) == 1 and x.dtype != torch.int32
+    return x if has_rows else x.contiguous()
 
 
 def _have_one_batch(tensors: Any, dims: Any) -> bool:

@@ -1,0 +1,116 @@
+"""The format of masks on the device, in plain loops: see flash_ext/cpu/tile_mask.py."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+BLOCK, HIDDEN, FULL, PARTIAL = 128, 0, 1, 2
+POISON = 0x7FEDCBA9
+"""In entries that nothing reads."""
+
+
+def blocks_of(length: int) -> int:
+    return -(-length // BLOCK)
+
+
+def runs_of(kinds: Sequence[int], capacity: int) -> list[int]:
+    """The row of these blocks' kinds, with poison after its runs."""
+    runs = []
+    for kind in (FULL, PARTIAL):
+        position = 0
+        for found, blocks in itertools.groupby(kinds):
+            count = len(list(blocks))
+            if found == kind:
+                runs.append(position | count << 16)
+            position += count
+    row = [list(kinds).count(FULL), list(kinds).count(PARTIAL), len(runs), 0, *runs]
+    return row + [POISON] * (4 + capacity - len(row))
+
+
+def kinds_of(row: Sequence[int], blocks: int) -> list[int]:
+    """The kind of each block. Fails if the row is not as the format says."""
+    full, partial, runs, zero, *entries = row
+    assert zero == 0 and 0 <= runs <= len(entries) and len(row) % 4 == 0 and len(row) >= 8
+    listed: dict[int, list[int]] = {FULL: [], PARTIAL: []}
+    for run in entries[:runs]:
+        kind = FULL if len(listed[FULL]) < full else PARTIAL
+        first, count = run & 0xFFFF, run >> 16 & 0xFFFF
+        assert count >= 1 and first + count <= blocks
+        listed[kind] += range(first, first + count)
+    assert (len(listed[FULL]), len(listed[PARTIAL])) == (full, partial), "a run of two kinds"
+    kinds = [HIDDEN] * blocks
+    for kind, found in listed.items():
+        assert found == sorted(set(found)), "blocks in ascending order, each once"
+        for block in found:
+            assert kinds[block] == HIDDEN
+            kinds[block] = kind
+    return kinds
+
+
+def kinds_of_rows(rows: Tensor, blocks: int) -> Tensor:
+    """(…, R) → (…, blocks)."""
+    kinds = [kinds_of(row, blocks) for row in rows.flatten(0, -2).tolist()]
+    return torch.tensor(kinds, dtype=torch.uint8).view(*rows.shape[:-1], blocks)
+
+
+def shown_by(words: Tensor, batch: int, head: int, query: int, key: int) -> bool:
+    """What the words of a query say, in a partial block."""
+    if words.dim() == 4:
+        begin_0, end_0, begin_1, end_1 = words[batch, head, query].tolist()
+        return begin_0 <= key < end_0 or begin_1 <= key < end_1
+    row = words[batch, head, query // BLOCK, key // BLOCK, query % BLOCK].tolist()
+    return bool(row[key % BLOCK // 32] >> key % 32 & 1)
+
+
+def decode(kv_tiles: Tensor, words: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """The mask, bool (Bm, Hm, Sq, Sk)."""
+    batch, heads, blocks_q, _ = kv_tiles.shape
+    kinds = kinds_of_rows(kv_tiles, blocks_of(seqlen_k)).tolist()
+    mask = torch.zeros(batch, heads, seqlen_q, seqlen_k, dtype=torch.bool)
+    for b, h, i, j in itertools.product(*map(range, (batch, heads, seqlen_q, seqlen_k))):
+        kind = kinds[b][h][i // BLOCK][j // BLOCK]
+        mask[b, h, i, j] = kind == FULL or (kind == PARTIAL and shown_by(words, b, h, i, j))
+    return mask
+
+
+def bits_of(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The kinds (Bm, Hm, nQ, nK) and words of a dense mask (Bm, Hm, Sq, Sk), poisoned."""
+    seqlen_q, seqlen_k = mask.shape[2:]
+    sizes = (*mask.shape[:2], blocks_of(seqlen_q), blocks_of(seqlen_k))
+    kinds = torch.zeros(sizes, dtype=torch.uint8)
+    words = torch.full((*sizes, BLOCK, 4), POISON, dtype=torch.int64)
+    for place in itertools.product(*map(range, sizes)):
+        b, h, i, j = place
+        part = mask[b, h, i * BLOCK : (i + 1) * BLOCK, j * BLOCK : (j + 1) * BLOCK]
+        if not part.any():
+            continue
+        kinds[place] = FULL if part.all() and part.shape[1] == BLOCK else PARTIAL
+        if kinds[place] == PARTIAL:
+            rows = torch.zeros(BLOCK, BLOCK, dtype=torch.int64)
+            rows[: part.shape[0], : part.shape[1]] = part
+            weights = 2 ** torch.arange(32, dtype=torch.int64)
+            words[place] = (rows.view(BLOCK, 4, 32) * weights).sum(-1)
+    return kinds, words.to(torch.int32)
+
+
+def rows_of(kinds: Tensor, capacity: int | None = None) -> Tensor:
+    """(…, blocks) → rows of runs (…, R), int32."""
+    blocks = kinds.shape[-1]
+    capacity = -(-max(blocks, 4) // 4) * 4 if capacity is None else capacity
+    rows = [runs_of(row, capacity) for row in kinds.flatten(0, -2).tolist()]
+    shape = (*kinds.shape[:-1], 4 + capacity)
+    return torch.tensor(rows, dtype=torch.int64).view(shape).to(torch.int32)
+
+
+def mask_of(mask: Tensor) -> dict[str, Tensor]:
+    """A dense mask as options of the ops."""
+    kinds, words = bits_of(mask)
+    return {
+        "mask_kv_tiles": rows_of(kinds),
+        "mask_q_tiles": rows_of(kinds.transpose(2, 3)),
+        "mask_words": words,
+    }
