@@ -21,7 +21,6 @@
 
 namespace flash_ext {
 
-inline constexpr int kMaskBlock = 128;
 inline constexpr int kMaskHeader = 4;  // ints before the runs
 inline constexpr int kMaskWords = 4;   // of a query
 
