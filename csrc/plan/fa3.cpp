@@ -193,12 +193,11 @@ bool plan_fa3_decode(ForwardPlan& plan, bool may_pack_gqa) {
     return true;
 }
 
-// ALiBi, biases, dropout and masks of tiles differ between heads, and TMA needs a positive stride
-// between them.
+// ALiBi, biases, dropout and some masks of tiles differ between heads, and TMA needs a positive
+// stride between them.
 bool may_pack_gqa_of(const AttentionParams& params) {
     return params.alibi_slopes == nullptr && params.bias.data == nullptr &&
-           params.tile_mask.kv_tiles == nullptr && params.rng_state == nullptr &&
-           params.q.head_stride > 0;
+           !params.tile_mask.by_head && params.rng_state == nullptr && params.q.head_stride > 0;
 }
 
 // Will the plan of the call be by the kernel for few queries? It has pages of any size, and all
@@ -226,7 +225,7 @@ void plan_fa3_forward(ForwardPlan& plan) {
                             .value_or(num_splits(params, plan.mask, tiles,
                                                  params.heads_q / std::max(small_q.heads, 1),
                                                  gpu.sms, tuning::kFa3SplitKeys));
-    if (params.bias.data != nullptr || params.tile_mask.kv_tiles != nullptr) params.num_splits = 1;
+    if (params.bias.data != nullptr) params.num_splits = 1;
     params.pack_gqa_log2 = small_q.pack_gqa_log2;
     const bool splits = params.num_splits > 1 || params.pack_gqa_log2 > 0;
 

@@ -47,6 +47,7 @@ inline constexpr OptionSet kFa3Alibi = kVarlenSplits | OptionSet::kAlibi;
 inline constexpr OptionSet kFa3Dropout = kVarlenSplits | OptionSet::kDropout;
 inline constexpr OptionSet kFa3Bias = OptionSet::kBias;
 inline constexpr OptionSet kFa3Mask = OptionSet::kMask;  // the same
+inline constexpr OptionSet kFa3MaskSplits = OptionSet::kMask | OptionSet::kSplits;
 // The widest heads whose forward has registers for a float32 bias, too.
 inline constexpr int kFa3Float32BiasHeadDim = 64;
 inline constexpr OptionSet kFa3Scores =

@@ -132,11 +132,13 @@ inline constexpr OptionSets kFa3ForwardOptions{4, {kVarlen, kVarlenSplits, kPage
 inline constexpr OptionSets kFa3ForwardBias{
     5, {kVarlen, kVarlenSplits, kFa3Bias, kPages, kPagesSplits}};
 inline constexpr OptionSets kFa3ForwardAllOptions{
-    10,
-    {kVarlen, kVarlenSplits, kFa3Softcap, kFa3Alibi, kFa3Dropout, kFa3Bias, kFa3Mask, kFa3Scores,
-     kPages, kPagesSplits}};
+    11,
+    {kVarlen, kVarlenSplits, kFa3Softcap, kFa3Alibi, kFa3Dropout, kFa3Bias, kFa3Mask,
+     kFa3MaskSplits, kFa3Scores, kPages, kPagesSplits}};
 inline constexpr OptionSets kFa3ForwardWideOptions{
-    7, {kVarlen, kVarlenSplits, kFa3Softcap, kFa3Mask, kFa3Scores, kPages, kPagesSplits}};
+    8,
+    {kVarlen, kVarlenSplits, kFa3Softcap, kFa3Mask, kFa3MaskSplits, kFa3Scores, kPages,
+     kPagesSplits}};
 
 struct Fa3ForwardRow {
     HeadDims head_dims;
@@ -203,7 +205,7 @@ inline constexpr Fa3ForwardRow kFa3Forward[] = {
 constexpr Fa3ForwardShape fa3_forward_shape(HeadDims dims, OptionSet options, Fa3ForwardTile tile) {
     Fa3ForwardRow row = row_of(kFa3Forward, dims);
     if (contains(options, OptionSet::kBias)) return row.with_bias;
-    if (contains(options, OptionSet::kMask)) return row.with_mask;
+    if (contains(options, OptionSet::kMask)) row.small_q = row.with_mask;
     // A tile of few rows leaves a consumer without any, which skips what the other one computes. A
     // kernel with options is the same with and without splits.
     if (contains(options, OptionSet::kSplits) && !visits_elements(options))

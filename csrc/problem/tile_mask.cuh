@@ -113,6 +113,19 @@ struct TilesDown {
     FLASH_HOST_DEVICE explicit TilesDown(const BlockRuns& runs)
         : run(runs.first_run() + runs.runs() - 1), ahead(*run) {}
 
+    // Leaves out the last `tiles`.
+    FLASH_HOST_DEVICE void skip(int tiles) {
+        for (; tiles > 0; tiles -= left, left = 0) {
+            tile(0);
+            ++left;
+            if (tiles < left) {
+                left -= tiles;
+                next -= tiles - 1;
+                return;
+            }
+        }
+    }
+
     FLASH_HOST_DEVICE int tile(int /*i*/) {
         if (left == 0) {
             const BlockRun found = block_run(ahead);

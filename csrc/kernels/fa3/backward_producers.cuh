@@ -210,7 +210,7 @@ struct Fa3BackwardProducers : Fa3Cta<MayHaveBias<Fa3BackwardParams, kOptions>, K
             load_words(storage.mask.words[state.stage],
                        words_of(params, s.batch, head, ptx::not_hoisted(first_row),
                                 tile.first_key / kMaskBlock),
-                       q_pipeline.full(state));
+                       kBlockQ, q_pipeline.full(state));
     }
 
     // Q tiles with lse, or dO tiles with delta: `rows` of the stages, from `source` in the

@@ -127,6 +127,8 @@ struct Fa3ForwardTiles
     // --- The rows of a Q tile: queries, or the heads of a group ---
 
     FLASH_DEVICE int pack_gqa_log2() const { return kMayHaveSplits ? params.pack_gqa_log2 : 0; }
+    // The queries of a tile.
+    FLASH_DEVICE int queries() const { return kBlockQ >> pack_gqa_log2(); }
     FLASH_DEVICE int query_of(const QueryTile& tile, int row) const {
         return tile.first_query + (row >> pack_gqa_log2());
     }
@@ -145,7 +147,7 @@ struct Fa3ForwardTiles
             work.tile_index /= params.num_splits;
             if (pack_gqa_log2() > 0) work.head *= group();  // the first head of the group
         }
-        describe<Fa3ForwardTiles>(tile, params, work, kBlockQ >> pack_gqa_log2());
+        describe<Fa3ForwardTiles>(tile, params, work, queries());
         if constexpr (kMask)
             take_runs<kMaskBlock / kBlockKV>(tile.kv_tiles, tile.full_tiles, runs_of(tile));
         if constexpr (kMayHaveSplits)
@@ -165,7 +167,11 @@ struct Fa3ForwardTiles
     // The KV tiles of a Q tile, from the last one to the first.
     FLASH_DEVICE auto tiles_down(const QueryTile& tile) const {
         if constexpr (kMask) {
-            return TilesDown<kMaskBlock / kBlockKV>(runs_of(tile));
+            constexpr int kPerBlock = kMaskBlock / kBlockKV;
+            const BlockRuns runs = runs_of(tile);
+            TilesDown<kPerBlock> tiles(runs);
+            if constexpr (kMayHaveSplits) tiles.skip(runs.count() * kPerBlock - tile.kv_tiles.end);
+            return tiles;
         } else {
             return BandTiles{};
         }
@@ -204,7 +210,7 @@ struct Fa3ForwardTiles
         k_pipeline.producer_acquire(state);
         storage.mask.first_keys[state.stage] = first_key;
         k_pipeline.producer_expect(
-            state, KTile::kBytes + (has_words ? int{sizeof storage.mask.bits[0]} : 0));
+            state, KTile::kBytes + (has_words ? queries() * int{sizeof(MaskWords)} : 0));
         keys.tensor_rows<Element>(params.k, head, first_key)
             .template load<KTile, kKVBoxRows>(params.k_map, k_pipeline.stage(state),
                                               k_pipeline.full(state), first_key);
@@ -212,7 +218,7 @@ struct Fa3ForwardTiles
             load_words(storage.mask.bits[state.stage],
                        words_of(params, tile.sequence.batch, tile.head, tile.first_query,
                                 first_key / kMaskBlock),
-                       k_pipeline.full(state));
+                       queries(), k_pipeline.full(state));
     }
 
     // Fetches the Q tiles and loads their K tiles, last to first. The next Q tile is fetched a few
@@ -300,12 +306,12 @@ struct Fa3ForwardTiles
     FLASH_DEVICE void load_intervals(const typename QPipeline::State& q,
                                      const QueryTile& tile) const {
         const bool bits = params.tile_mask.bits;
-        q_pipeline.producer_expect(
-            q, QTile::kBytes + (bits ? 0 : int{sizeof storage.mask.intervals[0]}));
+        q_pipeline.producer_expect(q,
+                                   QTile::kBytes + (bits ? 0 : queries() * int{sizeof(MaskWords)}));
         if (!bits)
             load_words(storage.mask.intervals[q.stage],
                        words_of(params, tile.sequence.batch, tile.head, tile.first_query, 0),
-                       q_pipeline.full(q));
+                       queries(), q_pipeline.full(q));
     }
 
     // visit(tensor rows, row of the tile, the tensor row that is loaded to it), for each box.
@@ -396,9 +402,13 @@ struct Fa3ForwardTiles
     FLASH_DEVICE void hide_by_words(RegisterTile<16, kBlockKV>& rS, const State& x) const {
         if (x.kv_tile < x.full_tiles.end) return;
         const bool bits = params.tile_mask.bits;
+        const MaskWords* words =
+            bits ? storage.mask.bits[x.k.stage] : storage.mask.intervals[x.q.stage];
         hide_keys(
             rS,
-            (bits ? storage.mask.bits[x.k.stage] : storage.mask.intervals[x.q.stage]) + warp_row(),
+            [&](int row) -> const MaskWords& {
+                return words[(warp_row() + row) >> pack_gqa_log2()];
+            },
             bits, work_tiles[x.tile].sequence.seqlen_k == 0, storage.mask.first_keys[x.k.stage]);
     }
 

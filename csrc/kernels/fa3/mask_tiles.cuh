@@ -33,10 +33,10 @@ struct BackwardMaskStorage {
 template <int kStages, int kRows>
 struct BackwardMaskStorage<false, kStages, kRows> {};
 
-// Loads the words of kRows queries.
-template <int kRows>
-FLASH_DEVICE void load_words(MaskWords (&target)[kRows], const uint32_t* source, uint32_t full) {
-    ptx::bulk_load(ptx::shared_address(target), source, sizeof target, full);
+// Loads the words of so many queries.
+FLASH_DEVICE void load_words(MaskWords* target, const uint32_t* source, int queries,
+                             uint32_t full) {
+    ptx::bulk_load(ptx::shared_address(target), source, queries * int{sizeof *target}, full);
 }
 
 // The columns of a lane, 0, 1, 8, 9, 16, ..., that an interval has, as bits.
@@ -45,15 +45,14 @@ FLASH_DEVICE uint32_t lane_columns(int begin, int end) {
     return ptx::bit_range(from, max_of(columns_before(end) - from, 0));
 }
 
-// Hides what the words of a warp's 16 queries do not show, in a tile whose rows are queries and
-// whose columns the keys from first_key on. `bits`: of the whole block of keys.
-template <class Scores>
-FLASH_DEVICE void hide_keys(Scores& s, const MaskWords* words, bool bits, bool none,
-                            int first_key) {
+// Hides what the words of its query do not show of each row, words_of(row), in a tile whose columns
+// are the keys from first_key on. `bits`: of the whole block of keys. none: they show nothing.
+template <class Scores, class WordsOf>
+FLASH_DEVICE void hide_keys(Scores& s, WordsOf words_of, bool bits, bool none, int first_key) {
     static_assert(Scores::kM == 1 && 2 * Scores::kN <= 32);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        const MaskWords& row = words[ptx::not_hoisted(lane_row() + 8 * i)];
+        const MaskWords& row = words_of(ptx::not_hoisted(lane_row() + 8 * i));
         uint32_t visible;
         if (bits) {
             visible = row[lane_id() % 4] >> first_key % kMaskBlock / 4;
