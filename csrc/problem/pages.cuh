@@ -4,9 +4,9 @@
 // The table names a page for each run of `size` keys. A tile may begin within a page, and have
 // several. So cp.async asks for each row of a tile where it is: a lane asks for one row, a tile
 // ahead, and the lanes that load the row get the answer by shuffles. TMA loads a tile in boxes that
-// divide both the tile and the pages. What follows a sequence's last key in its page is another
-// sequence's past the bounds of a map that ends there (tile/tensor_map.cuh): so it arrives as
-// zeros, whatever it holds.
+// divide both the tile and the pages: a lane asks for one and loads it. What follows a sequence's
+// last key in its page is another sequence's past the bounds of a map that ends there
+// (tile/tensor_map.cuh): so it arrives as zeros, whatever it holds.
 #pragma once
 
 #include "problem/params.h"
