@@ -109,6 +109,7 @@ def rows_of(table: str) -> Iterator[list[str]]:
 
 
 TRANSPOSES = "In a kernel that transposes V"
+PAGES = "In a kernel with pages"
 
 
 def sides(text: str) -> set[str]:
@@ -129,14 +130,16 @@ def arrivals_in(cell: str, consumers: int) -> Counter[str]:
 def table_of(kernel: str, transposes: bool) -> dict[str, list[str]]:
     """The rows by barrier. A kernel's own rows come in place of those of the kernel it is like.
 
-    transposes: does it transpose V? Then it has other barriers of V, in a table of their own.
+    transposes: does it transpose V? Then it has other barriers of V, in a table of their own. So it
+    is with pages.
     """
     family = kernel.split()[0]
     files = ["forward"] * family.startswith("forward") + [family]
     rows = {}
     for file in dict.fromkeys(files):
         text = (FA3 / f"{file}.cuh").read_text()
-        for names, *cells in rows_of(text if transposes else text.split(TRANSPOSES)[0]):
+        text = text if transposes else text.split(TRANSPOSES)[0]
+        for names, *cells in rows_of(text if "pages" in kernel else text.split(PAGES)[0]):
             pipelines = re.fullmatch(r"(full|empty)\((.+)\)", names)
             if pipelines is None:
                 rows[re.sub(r" \(of each .*\)", "", names)] = cells

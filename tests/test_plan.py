@@ -906,6 +906,25 @@ def test_a_plan_names_the_tile_that_runs(changed: dict[str, float], native: Modu
     assert problem(native, **sizes | changed).forward("fa3").tile == small_q
 
 
+@pytest.mark.parametrize("head_dim", (64, 96, 128, 192, 256))
+@pytest.mark.parametrize("seqlen_q", (512, 2048))
+def test_prompts_from_pages_have_the_plan_of_rows(
+    seqlen_q: int, head_dim: int, native: ModuleType
+) -> None:
+    """Neither splits nor packed heads, whose kernels have no ping-pong, and the same tile; the one
+    for long keys has no kernel with pages."""
+    usual, long_keys = 1, 2  # Fa3ForwardTile
+    p = problem(native, seqlen_q=seqlen_q, seqlen_k=32768, heads_q=32, heads_k=8)
+    p.head_dim = p.head_dim_v = head_dim
+    p.window_right, p.seqused = 0, True
+    of_rows = p.forward("fa3")
+    p.page_size = 64
+    found = p.forward("fa3")
+    assert (found.num_splits, found.pack_gqa_log2) == (1, 0)
+    assert found.tile == (usual if of_rows.tile == long_keys else of_rows.tile)
+    assert found.launches == of_rows.launches
+
+
 @pytest.mark.parametrize("tuning", (True, False))
 def test_splits_are_forced_for_tuning_alone(tuning: bool, native: ModuleType) -> None:
     """In a process of its own: a process decides at its first call whether it is tuned."""

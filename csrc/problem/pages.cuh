@@ -4,9 +4,9 @@
 // The table names a page for each run of `size` keys. A tile may begin within a page, and have
 // several. So cp.async asks for each row of a tile where it is: a lane asks for one row, a tile
 // ahead, and the lanes that load the row get the answer by shuffles. TMA loads a tile in boxes that
-// divide both the tile and the pages. What follows a sequence's last key in its page is another
-// sequence's past the bounds of a map that ends there (tile/tensor_map.cuh): so it arrives as
-// zeros, whatever it holds.
+// divide both the tile and the pages: a lane asks for one and loads it. What follows a sequence's
+// last key in its page is another sequence's past the bounds of a map that ends there
+// (tile/tensor_map.cuh): so it arrives as zeros, whatever it holds.
 #pragma once
 
 #include "problem/params.h"
@@ -20,6 +20,13 @@ namespace flash_ext {
 // Of the page of a key, among those of its sequence.
 FLASH_DEVICE int page_index(const Pages& pages, int key) {
     return static_cast<unsigned>(key) / ptx::not_hoisted(static_cast<unsigned>(pages.size));
+}
+
+// A stride in units of 16 bytes, as coordinates are. In these all is computed in 32 bits, modulo
+// 2^32: producers have few registers.
+template <class Element>
+FLASH_DEVICE unsigned stride_units(int64_t stride) {
+    return static_cast<unsigned>(stride * static_cast<int>(sizeof(Element)) / 16);
 }
 
 // The keys of a sequence.
@@ -43,6 +50,16 @@ struct PagedKeyRows {
     // In elements, from row 0 of page 0.
     FLASH_DEVICE int64_t offset(const TensorView& view, Place place) const {
         return page_of(place.page) * view.batch_stride + place.row * view.row_stride;
+    }
+    // The rows of a key's page, as TMA loads them. `place`: of the key.
+    template <class Element>
+    FLASH_DEVICE TensorRows tensor_rows(const TensorView& view, int head, Place place,
+                                        int key) const {
+        const int in_use = clamp(rows - key + place.row, 0, pages.size);
+        const unsigned offset = page_of(place.page) * stride_units<Element>(view.batch_stride) +
+                                head * stride_units<Element>(view.head_stride) +
+                                in_use * max_of(stride_units<Element>(view.row_stride), 1u);
+        return {static_cast<int>(offset), kRowBound - in_use};
     }
 };
 
@@ -121,38 +138,5 @@ struct PagedKeyCursor {
         }
     }
 };
-
-// A stride in units of 16 bytes, as coordinates are. In these all is computed in 32 bits, modulo
-// 2^32: producers have few registers.
-template <class Element>
-FLASH_DEVICE unsigned stride_units(int64_t stride) {
-    return static_cast<unsigned>(stride * static_cast<int>(sizeof(Element)) / 16);
-}
-
-// visit(row of the tile, tensor rows, row of these), for each box of a tile that begins at a key.
-// keys_of() is called for each box, since producers have few registers.
-template <int kRows, class Element, class KeysOf, class Visit>
-FLASH_DEVICE void for_each_box(const Pages& pages, KeysOf keys_of, const TensorView& view, int head,
-                               int first_key, Visit visit) {
-    const unsigned of_head = head * stride_units<Element>(view.head_stride);
-    int index = page_index(pages, first_key);
-    int row = first_key - index * pages.size;  // of the page
-#pragma unroll 1
-    for (int i = 0; i < kRows; i += pages.box_rows) {
-        const PagedKeyRows keys = keys_of();
-        const int in_use = keys.rows - (first_key + i - row);  // of the page's rows, or more
-        const int page = in_use > row ? keys.page_of(keys.table[index]) : 0;
-        // As tensor_rows() has the first rows of the page.
-        const int rows = clamp(in_use, 0, pages.size);
-        const unsigned offset = page * stride_units<Element>(view.batch_stride) + of_head +
-                                rows * max_of(stride_units<Element>(view.row_stride), 1u);
-        visit(i, TensorRows{static_cast<int>(offset), kRowBound - rows}, row);
-        row += pages.box_rows;
-        if (row == pages.size) {
-            row = 0;
-            ++index;
-        }
-    }
-}
 
 }  // namespace flash_ext

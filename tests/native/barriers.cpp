@@ -179,9 +179,10 @@ TiledBias bias_of(const AttentionParams& params) {
             .strides = {}};
 }
 
-// K and V of the call in pages of 24 rows, which tiles do not divide.
+// K and V of the call in pages of half a tile: it has two boxes, and of a warp two lanes run.
+template <int kSize>
 void put_in_pages(ForwardParams& params, const Shape& call) {
-    constexpr int kSize = 24, kPagesOfSequence = 64;
+    constexpr int kPagesOfSequence = 64;
     static const int table[8 * kPagesOfSequence] = {};
     static int used[8];
     for (int i = 0; i < call.batch; ++i)
@@ -196,7 +197,7 @@ template <class Kernel>
 cudaError_t launch_forward(const Shape& call, ElementType type, bool general = false) {
     return keep<Kernel>([&] {
         ForwardParams params = forward_params(call, type, Kernel::kHeadDim, general);
-        if constexpr (Kernel::kPages) put_in_pages(params, call);
+        if constexpr (Kernel::kPages) put_in_pages<Kernel::kBlockKV / 2>(params, call);
         params.tile_order =
             tile_order_of(params, params.seqlen_q, Kernel::kBlockQ >> call.pack_gqa_log2,
                           call.pack_gqa_log2 > 0 ? call.heads_k : call.heads_q);
@@ -317,7 +318,7 @@ const std::map<std::string, cudaError_t (*)(const Shape&)> kKernels{
     {"forward 64, splits", forward<64, kSmallQ, tuning::kVarlenSplits>},
     {"forward 64, packed GQA", forward<64, kSmallQ, tuning::kVarlenSplits>},
     {"forward 64, pages", forward<64, kUsual, tuning::kPages>},
-    {"forward 128, pages and splits", forward<128, kSmallQ, tuning::kPagesSplits>},
+    {"forward 64, pages and splits", forward<64, kSmallQ, tuning::kPagesSplits>},
     {"forward 64, general", forward<64, kSmallQ, tuning::kFa3Scores>},
     {"forward 64, bias", forward<64, kSmallQ, tuning::kFa3Bias>},
     {"forward 128, bias", forward<128, kSmallQ, tuning::kFa3Bias>},

@@ -251,12 +251,12 @@ auto load_pages_by_tma(int bytes, int rows, int cols, int box_rows, uint64_t add
         CUtensorMap map;
         device::loads.clear();
         encode_tensor_map<Tile>(map, view, head_dim, box_rows);
-        for_each_box<Tile::kRows, typename Tile::Element>(
-            pages, [&] { return PagedKeyRows{pages, pages.table, paged.keys}; }, view, paged.head,
-            key,
-            [&](int i, const TensorRows& found, int row) {
-                found.load_boxes<Tile>(map, shared + i * Tile::kPitch, 0, row);
-            });
+        const PagedKeyRows keys{pages, pages.table, paged.keys};
+        for (int row = 0; row < Tile::kRows; row += box_rows) {
+            const PagedKeyRows::Place place = keys.at(key + row);
+            keys.tensor_rows<typename Tile::Element>(view, paged.head, place, key + row)
+                .template load_boxes<Tile>(map, shared + row * Tile::kPitch, 0, place.row);
+        }
         return std::pair(described(map), device::loads);
     });
 }

@@ -212,6 +212,7 @@ struct Problem {
     std::string odd_rows;         // the names of tensors whose rows begin at any address
     bool expanded_heads = false;  // of k and v
     bool seqused = false;
+    int page_size = 0;  // of K and V in pages
     bool fp8 = false, int8 = false, alibi = false;
     bool kv_8_bits = false;  // and q 16
     double softcap = 0;
@@ -284,6 +285,7 @@ struct Problem {
         params.head_dim_v = head_dim_v;
         if (varlen) params.cu_seqlens_q = params.cu_seqlens_k = kOffsets;
         if (seqused) params.seqused_k = kOffsets;
+        if (page_size > 0) params.pages = {kOffsets, 1, 1, page_size};
         const std::vector<Operand> all = operands();
         params.q = all[0].view();
         params.k = all[1].view();
@@ -429,6 +431,7 @@ PYBIND11_MODULE(MODULE, m) {
         .def_readwrite("odd_rows", &Problem::odd_rows)
         .def_readwrite("expanded_heads", &Problem::expanded_heads)
         .def_readwrite("seqused", &Problem::seqused)
+        .def_readwrite("page_size", &Problem::page_size)
         .def_readwrite("wanted", &Problem::wanted)
         .def_property(
             "bias_sizes", [](const Problem& p) { return std::to_array(p.bias_sizes); },

@@ -91,7 +91,8 @@ struct Fa3Decode {
             Factors factors;
             Partial of_split;  // after the loop
         };
-        bool last;  // is this CTA the last one to store its share?
+        bool last;          // is this CTA the last one to store its share?
+        HeadDescales of_v;  // 8 bits; over the loop head_k would take a register
     };
     static_assert((sizeof(SharedStorage) + 1024) * kCtasPerSm <= 228 * 1024);
 
@@ -224,16 +225,26 @@ struct Fa3Decode {
         return softmax;
     }
 
+    // ptxas 13.0 and 13.2: what follows from these two, and from first_query, would be spilled over
+    // the loop of 8 bits.
+    FLASH_DEVICE Sequence sequence_not_hoisted() const {
+        Sequence s = sequence;
+        if constexpr (kBytes) {
+            s.batch = ptx::not_hoisted(s.batch);
+            s.seqlen_q = ptx::not_hoisted(s.seqlen_q);
+        }
+        return s;
+    }
+
     // Applies the options and the mask.
-    FLASH_DEVICE void finish_scores(Scores& rS, const BandMask& mask, const VisibleTiles& blocks,
-                                    int i) const {
+    FLASH_DEVICE void finish_scores(Scores& rS, const VisibleTiles& blocks, int i) const {
+        const Sequence s = sequence_not_hoisted();
+        const BandMask mask = mask_of(params, s);
+        const int first = kBytes ? ptx::not_hoisted(first_query) : first_query;
         const Interval keys = tile_interval(blocks.tile(i), kKeys);
         if (params.changes_scores) [[unlikely]]  // packed GQA has no ALiBi, which uses first_query
-            ScoreFunction<Element, Rows::kQueries, tuning::kFa3Scores, !kBytes>{params, sequence,
-                                                                                head}
+            ScoreFunction<Element, Rows::kQueries, tuning::kFa3Scores, !kBytes>{params, s, head}
                 .apply(rS, first_query, keys.begin);
-        // ptxas 13.0: what follows from it would be spilled over the loop of 8 bits.
-        const int first = kBytes ? ptx::not_hoisted(first_query) : first_query;
         if (!blocks.is_full(i, mask, {first, first + queries()}, keys))
             mask_scores(rS, keys.begin, [&](int row) { return mask.key_range(query_of(row)); });
     }
@@ -258,8 +269,10 @@ struct Fa3Decode {
             v_loads.next(stages[i].v);
         }
         if constexpr (kBytes) {
-            if (threadIdx.x == 0)
+            if (threadIdx.x == 0) {
                 storage.factors.of_keys = HeadDescales::of(params.k_descale, sequence, head_k);
+                storage.of_v = HeadDescales::of(params.v_descale, sequence, head_k);
+            }
             if (params.element_type == ElementType::kFloat16) {
                 load_q_as_halves<__half>();
             } else {
@@ -281,7 +294,7 @@ struct Fa3Decode {
             __syncwarp();  // all lanes have read K
             k_loads.next(stages[stage].k);
             factors.apply(rS, k_factor);
-            finish_scores(rS, mask, blocks, block);
+            finish_scores(rS, blocks, block);
             softmax.update(rS, rO, params.exponent_scale);
             ptx::cp_async_wait<kPending>();
             __syncwarp();
@@ -381,14 +394,14 @@ struct Fa3Decode {
     // O / l and lse, to HBM.
     FLASH_DEVICE void store_result(int row, int col, const Four& all) const {
         if (!is_valid(row)) return;
+        const Sequence s = sequence_not_hoisted();
         const float factor = all.sum == 0.f ? 0.f : 1.f / all.sum;
         const int query = query_of(row);
         if (col == 0)
-            params.lse[statistics_offset(params, sequence, head_of(row)) + query] =
+            params.lse[statistics_offset(params, s, head_of(row)) + query] =
                 Softmax::lse_of(all.max, all.sum);
         if (col >= params.head_dim_v) return;  // a multiple of 8
-        auto* target = row_pointer<Element>(params.out, sequence.batch, sequence.q_begin + query,
-                                            head_of(row));
+        auto* target = row_pointer<Element>(params.out, s.batch, s.q_begin + query, head_of(row));
         const auto store = [&]<class Out>(Out, float4 x) {
             *reinterpret_cast<uint2*>(target + col) = {ptx::pack<Out>(x.x, x.y),
                                                        ptx::pack<Out>(x.z, x.w)};
@@ -403,7 +416,7 @@ struct Fa3Decode {
 
     // Applies the descales of V, of four columns.
     FLASH_DEVICE void descale(float4& x, int col) const {
-        const auto of_v = HeadDescales::of(params.v_descale, sequence, head_k);
+        const HeadDescales& of_v = storage.of_v;
         x.x *= of_v.at(col);
         x.y *= of_v.at(col + 1);
         x.z *= of_v.at(col + 2);

@@ -4,6 +4,7 @@
 // (epoch_counter.cuh). Its warpgroups have roles:
 //
 //   producer    three threads, one each for K, Q and V. All load by TMA; K's also fetches the tiles
+//               (with pages: see below)
 //   consumers   each owns 64 rows of the Q tile (split-Q) and sees all of K and V
 //
 // A consumer goes over the T KV tiles that a Q tile sees, from the last one to the first:
@@ -51,6 +52,18 @@
 //   ping-pong (named)   128: consumer i, when its matmuls    consumer i + 1 (its 128 threads count
 //                       are started, or when it is about     too), before it starts its own
 //                       to store a result
+//
+// In a kernel with pages K and V are loaded by all lanes of a warp each, and Q tiles are fetched by
+// a fourth producer:
+//
+//   barrier             arrivals per phase                   who waits
+//   full(work tiles)    1: the producer that fetches         Q's, K's and V's producers, consumers
+//   empty(work tiles)   3: Q's, K's and V's producers, when  the producer that fetches, before it
+//                       all loads of the tile are issued; 4  describes another tile
+//                       a consumer: each warp, when its
+//                       rows of O are stored
+//   fetch               1: K's producer, a few iterations    the producer that fetches, before it
+//                       before its tile's last one           fetches the next tile
 #pragma once
 
 #include "kernels/common/optimistic_softmax.cuh"
@@ -72,6 +85,7 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
     // Does a consumer's softmax run beside its own P V? This takes two P. Four consumers have no
     // registers for that: the softmax of one runs beside the matmuls of the others.
     static constexpr bool kOverlap = kConsumers < 4;
+    static constexpr bool kPages = contains(kOptions, OptionSet::kPages);
     static constexpr int kProducerRegisters = kConsumers > 2 ? 32 : 40;
     static constexpr int kConsumerRegisters = Tiles::consumer_registers(kProducerRegisters);
     using Scores = RegisterTile<16, kBlockKV>;
@@ -105,7 +119,7 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
     using Tiles::Tiles;
 
     FLASH_DEVICE void init() const {
-        this->init_pipelines(1, 2);  // the producers of Q and V read work tiles
+        this->init_pipelines(1, kPages ? 3 : 2);  // the producers of Q and V read work tiles
     }
 
     FLASH_DEVICE void produce() const {
@@ -115,8 +129,16 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
                 if constexpr (Tiles::kBias) this->load_bias(bias, tile, first_key);
             });
         }
-        if (warp_id() == 2) this->produce_v();
+        if (!kPages && warp_id() == 2) this->produce_v();
         if (warp_id() == 3) this->produce_q();
+    }
+    FLASH_DEVICE void produce_by_warps() const {
+        if constexpr (kPages) {
+            if (warp_id() == 1)
+                this->template produce_paged_keys<KTile, true>(k_pipeline, params.k_map, params.k);
+            if (warp_id() == 2)
+                this->template produce_paged_keys<VTile, false>(v_pipeline, params.v_map, params.v);
+        }
     }
 
     // --- Q tiles ---

@@ -38,7 +38,8 @@ template <class Element, class QKElement, int kHeadDim_, int kHeadDimV, OptionSe
 struct Fa3ForwardTiles
     : Fa3Cta<MayHaveBias<Fa3ForwardParams, kOptions>, QueryTile, kTuning.consumers> {
     using Cta = typename Fa3ForwardTiles::Fa3Cta;
-    using Cta::group, Cta::kConsumers, Cta::params, Cta::release_and_advance, Cta::work_tiles;
+    using Cta::elected, Cta::end_work_tile, Cta::group, Cta::kConsumers, Cta::params,
+        Cta::release_and_advance, Cta::work_tiles;
     using typename Cta::Params, typename Cta::WorkTiles, typename Cta::WorkTileState;
     static_assert(sizeof(Element) == sizeof(QKElement));
     static constexpr bool kMayHaveSplits =
@@ -180,25 +181,10 @@ struct Fa3ForwardTiles
     // A tile of K or V.
     template <class KeyTile, class Pipeline>
     FLASH_DEVICE void load_keys(const Pipeline& pipeline, const typename Pipeline::State& state,
-                                const CUtensorMap& map, const TensorView& view,
-                                const QueryTile& tile, const KeyRows& keys, int head,
-                                int first_key) const {
-        if constexpr (kPages) {  // of the tile again, since producers have few registers
-            pipeline.producer_acquire(state);
-            pipeline.producer_expect(state, KeyTile::kBytes);
-            for_each_box<kBlockKV, Element>(
-                params.pages, [&] { return paged_key_rows(params, tile.sequence); }, view,
-                key_head(params, tile.head), first_key,
-                [&](int i, const TensorRows& rows, int row) {
-                    auto stage = state;
-                    stage.stage = ptx::not_hoisted(state.stage);
-                    rows.load_boxes<KeyTile>(map, pipeline.stage(stage) + i * KeyTile::kPitch,
-                                             pipeline.full(stage), row);
-                });
-        } else {
-            load_tile<KeyTile, kKVBoxRows>(
-                pipeline, state, map, keys.tensor_rows<Element>(view, head, first_key), first_key);
-        }
+                                const CUtensorMap& map, const TensorView& view, const KeyRows& keys,
+                                int head, int first_key) const {
+        load_tile<KeyTile, kKVBoxRows>(pipeline, state, map,
+                                       keys.tensor_rows<Element>(view, head, first_key), first_key);
     }
 
     // A tile of K that is number i of those that the Q tile sees, with what the mask has of it.
@@ -221,8 +207,13 @@ struct Fa3ForwardTiles
                        queries(), k_pipeline.full(state));
     }
 
-    // Fetches the Q tiles and loads their K tiles, last to first. The next Q tile is fetched a few
-    // iterations before it is needed. also_load(tile, first key) comes after each K tile.
+    static FLASH_DEVICE int fetches_at(const VisibleTiles& kv) {
+        return min_of(kv.end - 1, kv.begin + kFetchAhead);
+    }
+
+    // Fetches the Q tiles and, unless they are in pages, loads their K tiles, last to first. The
+    // next Q tile is fetched a few iterations before it is needed. also_load(tile, first key) comes
+    // after each K tile.
     template <class AlsoLoad>
     FLASH_DEVICE void produce_k(AlsoLoad also_load) const {
         typename KPipeline::State k;
@@ -239,19 +230,23 @@ struct Fa3ForwardTiles
         };
         work_tiles.produce(
             linear, total, fetch, [&](QueryTile& tile, int linear) { describe_next(tile, linear); },
-            [&](const QueryTile& tile, const WorkTileState&) {
+            [&](const QueryTile& tile, const WorkTileState& t) {
+                if constexpr (kPages) {
+                    work_tiles.wait_to_fetch(t);
+                    return fetch();
+                }
                 const KeyRows keys = key_rows(params, tile.sequence);
                 const int head = key_head(params, tile.head);
                 const VisibleTiles kv = tile.kv_tiles;
                 auto tiles = tiles_down(tile);
                 int next = 0;
                 for (int i = kv.end - 1; i >= kv.begin; --i) {
-                    if (i == min_of(kv.end - 1, kv.begin + kFetchAhead)) next = fetch();
+                    if (i == fetches_at(kv)) next = fetch();
                     const int first_key = tiles.tile(i) * kBlockKV;
                     if constexpr (kMask) {
                         load_masked_keys(k, tile, keys, head, i, first_key);
                     } else {
-                        load_keys<KTile>(k_pipeline, k, params.k_map, params.k, tile, keys, head,
+                        load_keys<KTile>(k_pipeline, k, params.k_map, params.k, keys, head,
                                          first_key);
                     }
                     k.advance();
@@ -269,10 +264,41 @@ struct Fa3ForwardTiles
             auto tiles = tiles_down(tile);
             for (int i = tile.kv_tiles.end - 1; i >= tile.kv_tiles.begin; --i, v.advance()) {
                 const int first_key = tiles.tile(i) * kBlockKV;
-                load_keys<VTile>(v_pipeline, v, params.v_map, params.v, tile, keys, head,
-                                 first_key);
+                load_keys<VTile>(v_pipeline, v, params.v_map, params.v, keys, head, first_key);
             }
         });
+    }
+
+    // Loads K or V in pages, by all lanes of a warp. Each lane has a box of a tile. It reads where
+    // the box's page is a tile ahead, since that takes longer than all else here.
+    template <class KeyTile, bool kAllowsFetch, class Pipeline>
+    FLASH_DEVICE void produce_paged_keys(const Pipeline& pipeline, const CUtensorMap& map,
+                                         const TensorView& view) const {
+        static_assert(kBlockKV / 8 <= 32);
+        const int row = lane_id() * params.pages.box_rows;  // of the tile
+        typename Pipeline::State state;
+        for (WorkTileState t;; end_work_tile(t)) {
+            work_tiles.descriptions.consumer_wait(t);
+            const QueryTile& tile = work_tiles[t];
+            if (tile.first_query < 0) return;
+            const int head = key_head(params, tile.head);
+            const VisibleTiles kv = tile.kv_tiles;
+            const auto key_of = [&](int i) { return kv.tile(i) * kBlockKV + row; };
+            auto place = paged_key_rows(params, tile.sequence).at(key_of(kv.end - 1));
+            for (int i = kv.end - 1; i >= kv.begin; --i, state.advance()) {
+                if (kAllowsFetch && elected && i == fetches_at(kv)) work_tiles.allow_fetch();
+                const PagedKeyRows keys = paged_key_rows(params, tile.sequence);
+                const int page_row = place.row;
+                const TensorRows rows = keys.tensor_rows<Element>(view, head, place, key_of(i));
+                if (i > kv.begin) place = keys.at(key_of(i - 1));
+                pipeline.producer_acquire(state);
+                if (elected) pipeline.producer_expect(state, KeyTile::kBytes);
+                __syncwarp();
+                if (row < kBlockKV)
+                    rows.load_boxes<KeyTile>(map, pipeline.stage(state) + row * KeyTile::kPitch,
+                                             pipeline.full(state), page_row);
+            }
+        }
     }
 
     FLASH_DEVICE void load_bias(typename BiasPipeline::State& state, const QueryTile& tile,
