@@ -48,18 +48,19 @@ def kinds_of_runs(rows: Tensor, blocks: int) -> Tensor:
 def unpack_bits(words: Tensor) -> Tensor:
     """(…, 128, 4), int32 → (…, 128, 128), bool."""
     eight = torch.arange(8, dtype=torch.uint8, device=words.device)
-    octets = words.contiguous().view(torch.uint8).unflatten(-1, (4, 4))
-    bits = (octets.unsqueeze(-1) >> eight) & 1  # (…, 128, 4 words, 4 bytes, 8)
-    pairs = bits.flatten(-2).unflatten(-1, (16, 2))
+    octets = words.contiguous().view(torch.uint8)
+    bits: Tensor = (octets.unsqueeze(-1) >> eight) & 1
+    pairs = bits.flatten(-2).view(*words.shape, 16, 2)
     return pairs.transpose(-3, -2).flatten(-3).bool()
 
 
 def pack_bits(visible: Tensor) -> Tensor:
     """The inverse of `unpack_bits`."""
     weight = 2 ** torch.arange(8, dtype=torch.uint8, device=visible.device)
-    pairs = visible.unflatten(-1, (16, 4, 2)).transpose(-3, -2)
-    octets = (pairs.flatten(-2).unflatten(-1, (4, 8)) * weight).sum(-1, dtype=torch.uint8)
-    return octets.flatten(-2).view(torch.int32)
+    rows = visible.shape[:-1]
+    pairs = visible.reshape(*rows, 16, 4, 2).transpose(-3, -2)
+    octets = (pairs.reshape(*rows, 16, 8) * weight).sum(-1, dtype=torch.uint8)
+    return octets.view(torch.int32)
 
 
 def _shown_by_words(words: Tensor, keys: int) -> Tensor:

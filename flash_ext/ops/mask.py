@@ -81,7 +81,7 @@ def _lists(x: Tensor, matrices: tuple[Any, ...], sizes: Any, runs: Any) -> tuple
 
 
 def _dense_fake(mask: Tensor) -> tuple[Tensor, ...]:
-    *matrices, blocks_q, blocks_k = *mask.shape[:2], *map(blocks_of, mask.shape[2:])
+    matrices, (blocks_q, blocks_k) = mask.shape[:2], map(blocks_of, mask.shape[2:])
     lists = _lists(mask, tuple(matrices), (blocks_q, blocks_k), (blocks_k, blocks_q))
     words = (*matrices, blocks_q, blocks_k, MASK_BLOCK, 4)
     return *lists, mask.new_empty(words, dtype=torch.int32)
