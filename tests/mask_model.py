@@ -12,6 +12,8 @@ BLOCK, HIDDEN, FULL, PARTIAL = 128, 0, 1, 2
 POISON = 0x7FEDCBA9
 """In entries that nothing reads."""
 
+_PLACES = {8 * (b // 2) + 2 * w + b % 2: (w, b) for w in range(4) for b in range(32)}
+
 
 def blocks_of(length: int) -> int:
     return -(-length // BLOCK)
@@ -63,7 +65,13 @@ def shown_by(words: Tensor, batch: int, head: int, query: int, key: int) -> bool
         begin_0, end_0, begin_1, end_1 = words[batch, head, query].tolist()
         return begin_0 <= key < end_0 or begin_1 <= key < end_1
     row = words[batch, head, query // BLOCK, key // BLOCK, query % BLOCK].tolist()
-    return bool(row[key % BLOCK // 32] >> key % 32 & 1)
+    word, bit = place_of(key % BLOCK)
+    return bool(row[word] >> bit & 1)
+
+
+def place_of(key: int) -> tuple[int, int]:
+    """The word and the bit of a key of a block."""
+    return _PLACES[key]
 
 
 def decode(kv_tiles: Tensor, words: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
@@ -90,10 +98,10 @@ def bits_of(mask: Tensor) -> tuple[Tensor, Tensor]:
             continue
         kinds[place] = FULL if part.all() and part.shape[1] == BLOCK else PARTIAL
         if kinds[place] == PARTIAL:
-            rows = torch.zeros(BLOCK, BLOCK, dtype=torch.int64)
-            rows[: part.shape[0], : part.shape[1]] = part
-            weights = 2 ** torch.arange(32, dtype=torch.int64)
-            words[place] = (rows.view(BLOCK, 4, 32) * weights).sum(-1)
+            words[place] = 0
+            for key in range(part.shape[1]):
+                word, bit = place_of(key)
+                words[place][: part.shape[0], word] |= part[:, key].long() << bit
     return kinds, words.to(torch.int32)
 
 

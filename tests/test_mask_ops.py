@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from mask_model import decode, mask_of, rows_of
+from attention_testing import nan_filled_outputs
+from mask_model import bits_of, blocks_of, decode, kinds_of_rows, mask_of, rows_of
 from torch import Tensor
 
 from flash_ext.cpu.tile_mask import dense_mask, kinds_of_runs
@@ -134,3 +135,281 @@ def test_8_bit_inputs_have_no_mask() -> None:
     x = torch.randn(1, 128, 1, 16).to(torch.float8_e4m3fn)
     with pytest.raises(ValueError, match="variant 'fa3' has no mask with 8-bit inputs"):
         fwd(x, x, x, **mask_of(torch.ones(1, 1, 128, 128, dtype=torch.bool)))
+
+
+# --- The ops that make masks ---
+
+ops = torch.ops.flash_ext
+Lists = tuple[Tensor, Tensor, Tensor]
+
+
+def random_intervals(*sizes: int, seqlen_k: int, seed: int = 0) -> Tensor:
+    """Most of them grow with the query, so that blocks are full; some are empty, cross, touch or
+    lie outside."""
+    make = torch.Generator().manual_seed(seed)
+    batch, heads, seqlen_q = sizes
+    shape = (batch, heads, seqlen_q, 4)
+    if seed % 4 == 0:
+        return torch.randint(-50, seqlen_k + 50, shape, generator=make, dtype=torch.int32)
+    i = torch.arange(seqlen_q)[:, None] * seqlen_k // max(seqlen_q, 1)
+    jitter = torch.randint(100, shape, generator=make) * (seed % 4 == 2)
+    width, first = (int(torch.randint(1, seqlen_k + 2, (), generator=make)) for _ in "ab")
+    columns = (torch.zeros_like(i), i * 0 + first, i - width, i + 1)
+    return (torch.cat(columns, -1) + jitter).to(torch.int32).contiguous()
+
+
+def shown(intervals: Tensor, seqlen_k: int) -> Tensor:
+    begin_0, end_0, begin_1, end_1 = intervals.unsqueeze(-1).unbind(-2)
+    key = torch.arange(seqlen_k, device=intervals.device)
+    return ((key >= begin_0) & (key < end_0)) | ((key >= begin_1) & (key < end_1))
+
+
+def transposed(q_tiles: Tensor, blocks_q: int) -> Tensor:
+    return kinds_of_rows(q_tiles, blocks_q).mT
+
+
+def check_mask(made: Lists, want: Tensor, exact: bool) -> None:
+    """What the lists and words of (nearly) any device say, against the dense mask.
+
+    exact: q_tiles lists the blocks of kv_tiles, and no block is listed that shows nothing.
+    """
+    kv_tiles, q_tiles, words = (x.cpu() for x in made)
+    want = want.cpu()
+    seqlen_q, seqlen_k = want.shape[2:]
+    kinds = kinds_of_rows(kv_tiles, blocks_of(seqlen_k))
+    assert torch.equal(dense_mask(kv_tiles, words, (seqlen_q, seqlen_k)), want)
+    of_keys = transposed(q_tiles, blocks_of(seqlen_q))
+    exists, _ = bits_of(torch.ones(1, 1, seqlen_q, seqlen_k, dtype=torch.bool))
+    assert (of_keys[(kinds != 0)] != 0).all(), "a block that its keys do not list"
+    full = of_keys == 1
+    rows = rows_of(of_keys.to(torch.uint8))
+    assert torch.equal(dense_mask(rows, words, (seqlen_q, seqlen_k)), want), "by q_tiles"
+    assert not (full & (exists != 1)).any(), "a full block past the last key"
+    if exact:
+        assert torch.equal(kinds, of_keys) and torch.equal(kinds, bits_of(want)[0])
+
+
+SIZES = (
+    (1, 1, 1, 1),
+    (2, 1, 128, 256),
+    (1, 3, 300, 700),
+    (1, 1, 130, 0),
+    (1, 1, 0, 130),
+    (0, 2, 5, 5),
+)
+EDGES = ((1, 1, 127, 129), (1, 1, 129, 4200), (1, 1, 4200, 15))
+
+
+@pytest.mark.parametrize("sizes", SIZES + EDGES)
+def test_a_dense_mask_becomes_lists(sizes: tuple[int, ...], device: str) -> None:
+    mask = random_mask(*sizes).to(device)
+    check_mask(ops.mask_from_dense(mask), mask, exact=True)
+
+
+@pytest.mark.parametrize("case", ("keys", "queries", "heads", "transposed", "odd", "every second"))
+def test_a_dense_mask_in_any_strides(case: str, device: str) -> None:
+    mask = random_mask(1, 2, 300, 290).to(device)
+    views = {
+        "keys": mask[..., :1].expand(-1, -1, -1, 290),
+        "queries": mask[:, :, 5:6].expand(-1, -1, 300, -1),
+        "heads": mask[:, :1].expand(2, 3, -1, -1),
+        "transposed": mask.mT,
+        "odd": mask[:, :, 1:, 3:],
+        "every second": mask[..., ::2],
+    }
+    check_mask(ops.mask_from_dense(views[case]), views[case], exact=True)
+
+
+def test_bools_are_true_in_any_bit(device: str) -> None:
+    octets = torch.randint(256, (1, 1, 130, 256), dtype=torch.uint8, device=device)
+    octets[..., ::3] = 0
+    check_mask(ops.mask_from_dense(octets.view(torch.bool)), octets != 0, exact=True)
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("sizes", ((1, 1, 1, 1), (2, 1, 300, 700), (1, 2, 1000, 300), (1, 1, 5, 0)))
+def test_intervals_become_lists(sizes: tuple[int, ...], seed: int, device: str) -> None:
+    *sizes, seqlen_k = sizes
+    intervals = random_intervals(*sizes, seqlen_k=seqlen_k, seed=seed).to(device)
+    made = ops.mask_from_intervals(intervals, seqlen_k)
+    check_mask(made, shown(intervals, seqlen_k).expand(*made[0].shape[:2], -1, -1), exact=False)
+    words = made[2]
+    assert not words[:, :, intervals.shape[2] :].any(), "queries past the last one see nothing"
+    begin_0, end_0, begin_1, end_1 = words.unbind(-1)
+    assert ((end_1 == 0) | ((begin_0 < end_0) & (end_0 < begin_1) & (begin_1 < end_1))).all()
+    assert ((end_0 == 0) | (begin_0 < end_0)).all() and (words <= seqlen_k).all()
+
+
+@pytest.mark.parametrize(
+    ("columns", "blocks"),
+    (  # of 1,024 queries and keys, 8 × 8 blocks
+        (lambda i: (0 * i, i + 1, 0 * i, 0 * i), 36),  # causal
+        (lambda i: (0 * i, 0 * i, i - 199, i + 1), 8 + 7 + 6),  # a window
+        (lambda i: (0 * i, 0 * i + 64, i - 99, i + 1), 8 + 7 + 6),  # with first keys
+        (lambda i: (i // 384 * 384, i // 384 * 384 + 384, 0 * i, 0 * i), 9 + 9 + 4),  # documents
+    ),
+)
+def test_the_blocks_that_intervals_list(columns: Any, blocks: int, device: str) -> None:
+    i = torch.arange(1024, device=device)
+    intervals = torch.stack(columns(i), -1).to(torch.int32)[None, None]
+    kv_tiles, q_tiles, _ = ops.mask_from_intervals(intervals, 1024)
+    want = bits_of(shown(intervals, 1024).cpu())[0]
+    assert torch.equal(kinds_of_rows(kv_tiles.cpu(), 8), want) and int((want != 0).sum()) == blocks
+    assert torch.equal(transposed(q_tiles.cpu(), 8), want)
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("broadcast", (False, True))
+def test_blocks_cut_by_intervals(seed: int, broadcast: bool, device: str) -> None:
+    batch, heads, seqlen_q, blocks_k = 2, 3, 390, 7
+    sizes = (1, 1) if broadcast else (batch, heads)
+    intervals = random_intervals(*sizes, seqlen_q, seqlen_k=800, seed=seed).clamp(0, 800)
+    intervals = intervals.expand(*sizes, -1, -1).to(device)
+    kinds = torch.randint(2, (batch, heads, 4, blocks_k), device=device, dtype=torch.uint8)
+    made = ops.mask_from_blocks(kinds, intervals)
+    visible = kinds.repeat_interleave(128, 2).repeat_interleave(128, 3)[:, :, :seqlen_q] != 0
+    check_mask(made, visible & shown(intervals, blocks_k * 128), exact=False)
+    listed = kinds_of_rows(made[0].cpu(), blocks_k)
+    assert not listed[kinds.cpu() == 0].any()
+    assert torch.equal(listed, transposed(made[1].cpu(), 4))
+
+
+@pytest.mark.parametrize("sizes", ((1, 1), (7, 3), (40, 100), (3, 0), (0, 3), (64, 65)))
+def test_kinds_become_lists(sizes: tuple[int, int], device: str) -> None:
+    kinds = torch.randint(3, (2, 2, *sizes), device=device, dtype=torch.uint8)
+    kinds[0, 0] = 1
+    kinds[1, 1, sizes[0] // 2 :] = 2
+    kv_tiles, q_tiles = ops.mask_from_kinds(kinds)
+    assert torch.equal(kinds_of_rows(kv_tiles.cpu(), sizes[1]), kinds.cpu())
+    assert torch.equal(transposed(q_tiles.cpu(), sizes[0]), kinds.cpu())
+    if kinds.numel() > 0:
+        assert kv_tiles[0, 0, 0, :5].tolist() == [sizes[1], 0, 1, 0, sizes[1] << 16]
+    again = ops.mask_from_kinds(kinds.mT)
+    assert torch.equal(kinds_of_rows(again[1].cpu(), sizes[1]), kinds.cpu())
+
+
+MADE: dict[str, tuple[str, Any]] = {
+    "dense": ("mask_from_dense", lambda: (random_mask(1, 2, 300, 500),)),
+    "intervals": (
+        "mask_from_intervals",
+        lambda: (random_intervals(2, 1, 300, seqlen_k=500), 500),
+    ),
+    "blocks": (
+        "mask_from_blocks",
+        lambda: (
+            torch.randint(2, (1, 2, 3, 4), dtype=torch.uint8),
+            random_intervals(1, 1, 300, seqlen_k=500),
+        ),
+    ),
+    "kinds": ("mask_from_kinds", lambda: (torch.randint(3, (1, 2, 3, 50), dtype=torch.uint8),)),
+}
+
+
+def used(rows: Tensor) -> list[list[int]]:
+    """The entries of rows of runs that are read."""
+    return [row[: 4 + row[2]] for row in rows.flatten(0, -2).tolist()]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", MADE)
+def test_devices_make_the_same_lists(case: str) -> None:
+    name, make = MADE[case]
+    op = getattr(torch.ops.flash_ext, name)
+    given = make()
+    on_cuda = [x.cuda() if isinstance(x, Tensor) else x for x in given]
+    expected = op(*given)
+    with nan_filled_outputs():
+        made = op(*on_cuda)
+    for found, want in zip(made[:2], expected[:2], strict=True):
+        assert found.shape == want.shape and used(found) == used(want)
+    if case in ("intervals", "blocks"):
+        assert torch.equal(made[2].cpu(), expected[2])
+    if case == "dense":
+        partial = kinds_of_rows(expected[0], blocks_of(500)) == 2
+        assert torch.equal(made[2].cpu()[partial], expected[2][partial])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", MADE)
+def test_cuda_graphs_make_masks_of_new_contents(case: str) -> None:
+    name, make = MADE[case]
+    op = getattr(torch.ops.flash_ext, name)
+    given = [x.cuda() if isinstance(x, Tensor) else x for x in make()]
+    op(*given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = op(*given)
+    given[0].copy_(given[0].flip(2))
+    graph.replay()
+    for found, want in zip(made[:2], op(*given)[:2], strict=True):
+        assert used(found) == used(want)
+
+
+@pytest.mark.gpu
+def test_a_mask_of_many_tokens() -> None:
+    """131,072 tokens of causal documents: linear memory, 1,024 blocks of each."""
+    tokens, rows = 131072, torch.arange(131072, device="cuda")
+    begin = rows // 5000 * 5000
+    intervals = torch.stack((begin, rows + 1, rows * 0, rows * 0), -1).to(torch.int32)[None, None]
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    made = torch.ops.flash_ext.mask_from_intervals(intervals, tokens)
+    assert torch.cuda.max_memory_allocated() - before < 40 * tokens
+    want = torch.ops.flash_ext.mask_from_intervals(intervals.cpu(), tokens)
+    assert all(used(x) == used(y) for x, y in zip(made[:2], want[:2], strict=True))
+
+
+@pytest.mark.parametrize("case", MADE)
+def test_ops_that_make_masks_are_known_to_torch(case: str, device: str) -> None:
+    name, make = MADE[case]
+    given = tuple(x.to(device) if isinstance(x, Tensor) else x for x in make())
+    torch.library.opcheck(getattr(ops, name).default, given)
+
+
+def ints_of(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+OCTETS = torch.uint8
+REFUSED: dict[str, tuple[str, str, tuple[Any, ...]]] = {
+    "a mask of floats": ("mask", "mask_from_dense", (torch.zeros(1, 1, 2, 2),)),
+    "a mask of bytes": ("mask", "mask_from_dense", (ints_of(1, 1, 2, 2, dtype=OCTETS),)),
+    "three dimensions": ("mask", "mask_from_dense", (torch.zeros(1, 2, 2, dtype=torch.bool),)),
+    "too many blocks": (
+        "mask",
+        "mask_from_dense",
+        (torch.zeros(1, dtype=torch.bool).expand(1, 1, 1, 128 * 65535 + 1),),
+    ),
+    "too many pairs": (
+        "mask",
+        "mask_from_dense",
+        (torch.zeros(1, dtype=torch.bool).expand(1, 1, 128 * 40000, 128 * 60000),),
+    ),
+    "long intervals": ("intervals", "mask_from_intervals", (ints_of(1, 1, 2, 4).long(), 5)),
+    "one interval": ("intervals", "mask_from_intervals", (ints_of(1, 1, 2, 2), 5)),
+    "intervals alone": ("intervals", "mask_from_intervals", (ints_of(2, 4), 5)),
+    "less than no keys": ("seqlen_k", "mask_from_intervals", (ints_of(1, 1, 2, 4), -1)),
+    "too many keys": ("intervals", "mask_from_intervals", (ints_of(1, 1, 2, 4), 2**31)),
+    "bool kinds": ("kinds", "mask_from_kinds", (torch.zeros(1, 1, 2, 2, dtype=torch.bool),)),
+    "kinds of a matrix": ("kinds", "mask_from_kinds", (ints_of(2, 2, dtype=OCTETS),)),
+    "intervals of other blocks": (
+        "intervals",
+        "mask_from_blocks",
+        (ints_of(1, 1, 2, 2, dtype=OCTETS), ints_of(1, 1, 128, 4)),
+    ),
+    "intervals of more heads": (
+        "intervals",
+        "mask_from_blocks",
+        (ints_of(1, 1, 1, 2, dtype=OCTETS), ints_of(1, 2, 128, 4)),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_inputs(case: str, device: str) -> None:
+    name, op, given = REFUSED[case]
+    on_device = [x.to(device) if isinstance(x, Tensor) and x.numel() < 99 else x for x in given]
+    if device == "cuda" and not on_device[0].is_cuda:
+        on_device[0] = torch.zeros(1, dtype=torch.bool, device=device).expand(given[0].shape)
+    with pytest.raises((ValueError, RuntimeError), match=rf"flash_ext: {name} must be"):
+        getattr(ops, op)(*on_device)

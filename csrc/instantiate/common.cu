@@ -3,6 +3,7 @@
 #include "kernels/common/bias_gradient.cuh"
 #include "kernels/common/combine.cuh"
 #include "kernels/common/copy_rows.cuh"
+#include "kernels/common/make_mask.cuh"
 #include "kernels/common/sanitize_cu_seqlens.cuh"
 #include "kernels/common/sink_gradient.cuh"
 #include "kernels/common/sum_parts.cuh"

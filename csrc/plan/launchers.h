@@ -17,6 +17,7 @@
 #include "plan/tuning.h"
 #include "plan/workspace_rows.cuh"
 #include "problem/append_kv.h"
+#include "problem/make_mask.cuh"
 #include "problem/params.h"
 #include "problem/quantize.h"
 #include "problem/sum_rows.h"
@@ -172,6 +173,9 @@ cudaError_t token_mean(const QuantizeParams& params, cudaStream_t stream);
 
 // Adds up rows, or attention over some keys each.
 cudaError_t sum_rows(const SumRowsParams& params, cudaStream_t stream);
+
+// Makes a mask of blocks, in one to two passes.
+cudaError_t make_mask(const MakeMaskParams& params, cudaStream_t stream);
 
 // Writes new rows of K and V into a cache.
 cudaError_t append_kv(const AppendKVParams& params, cudaStream_t stream);

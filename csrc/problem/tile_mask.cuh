@@ -31,6 +31,9 @@ struct BlockRun {
 FLASH_HOST_DEVICE constexpr BlockRun block_run(uint32_t run) {
     return {static_cast<int>(run & 0xffff), static_cast<int>(run >> 16)};
 }
+FLASH_HOST_DEVICE constexpr uint32_t mask_run(int first, int count) {
+    return static_cast<uint32_t>(first) | static_cast<uint32_t>(count) << 16;
+}
 
 // A row of runs.
 struct BlockRuns {

@@ -2,9 +2,10 @@
 
 They are for reading and for testing: `tiled` has the papers' algorithms line by line, `fp8` the one
 for 8-bit inputs, `tiling` cuts a call into tiles, `mask`, `sequences` and `descales` say which keys
-are visible and what 8-bit numbers stand for, and `checks` refuses wrong arguments. `quantize` is
-quantization to 8 bits, `sum_rows` adds up what several calls have written, `into` writes into given
-tensors, `append_kv` into a cache.
+are visible and what 8-bit numbers stand for, and `checks` refuses wrong arguments. `tile_mask`
+reads masks of lists of blocks, and `make_mask` makes them. `quantize` is quantization to 8 bits,
+`sum_rows` adds up what several calls have written, `into` writes into given tensors, `append_kv`
+into a cache.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from ..ops.schemas import library
 from ..ops.torch_private import below_autocast
 from . import append_kv as append_kv
 from . import into as into
+from . import make_mask as make_mask
 from . import quantize as quantize
 from . import refusals as refusals
 from . import sum_rows as sum_rows

@@ -17,6 +17,12 @@ from ..ops.schemas import library
 from .append_kv import check_append_kv
 from .checks import check_arguments, check_gradients
 from .into import check_into, check_plain_call
+from .make_mask import (
+    check_mask_from_blocks,
+    check_mask_from_dense,
+    check_mask_from_intervals,
+    check_mask_from_kinds,
+)
 from .quantize import check_quantize, check_rows
 from .sum_rows import check_combine_parts, check_copy_rows, check_sum_rows
 
@@ -84,6 +90,10 @@ _CHECKS: dict[str, Callable[..., object]] = {
         check_combine_parts
     ),
     "copy_rows(Tensor[] outs, Tensor x": check_copy_rows,
+    "mask_from_dense(Tensor mask": check_mask_from_dense,
+    "mask_from_intervals(Tensor intervals, SymInt seqlen_k": check_mask_from_intervals,
+    "mask_from_blocks(Tensor kinds, Tensor intervals": check_mask_from_blocks,
+    "mask_from_kinds(Tensor kinds": check_mask_from_kinds,
     f"append_kv({OF_APPEND}": check_append_kv,
 }
 for _signature, _check in _CHECKS.items():

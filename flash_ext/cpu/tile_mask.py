@@ -9,8 +9,8 @@ A block is 128 queries by 128 keys. There are nQ = ⌈Sq / 128⌉ by nK = ⌈Sk 
   partial ones, each in ascending order. Entries after the last run hold anything.
 - q_tiles (Bm, Hm, nK, R), int32: the same pairs of blocks, a row for each block of keys.
 - words, int32: four a query. Intervals: (Bm, Hm, nQ · 128, 4), two half-open intervals of keys,
-  begin, end, begin, end, and zeros past Sq. Bits: (Bm, Hm, nQ, nK, 128, 4), a bit for each key of
-  the block; words of blocks that are not partial hold anything.
+  begin, end, begin, end, and zeros past Sq. Bits: (Bm, Hm, nQ, nK, 128, 4): bit b of word w is of
+  key 8 ⌊b / 2⌋ + 2 w + b mod 2 of the block; words of blocks that are not partial hold anything.
 
 Query i sees key j if the pair of their blocks is listed, as full, or as partial and the words of i
 say so.
@@ -23,10 +23,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ..ops.mask import HEADER
 from ..ops.options import MASK_BLOCK, Options
-
-HEADER = 4
-"""The ints of a row before its runs."""
 
 FULL, PARTIAL = 1, 2
 """Kinds of blocks; 0 is hidden."""
@@ -48,10 +46,21 @@ def kinds_of_runs(rows: Tensor, blocks: int) -> Tensor:
 
 
 def unpack_bits(words: Tensor) -> Tensor:
-    """(…, 128, 4), int32 → (…, 128, 128), bool: bit b of word w is key 32 w + b."""
+    """(…, 128, 4), int32 → (…, 128, 128), bool."""
     eight = torch.arange(8, dtype=torch.uint8, device=words.device)
     octets = words.contiguous().view(torch.uint8)
-    return ((octets.unsqueeze(-1) >> eight) & 1).flatten(-2).bool()
+    bits: Tensor = (octets.unsqueeze(-1) >> eight) & 1
+    pairs = bits.flatten(-2).view(*words.shape, 16, 2)
+    return pairs.transpose(-3, -2).flatten(-3).bool()
+
+
+def pack_bits(visible: Tensor) -> Tensor:
+    """The inverse of `unpack_bits`."""
+    weight = 2 ** torch.arange(8, dtype=torch.uint8, device=visible.device)
+    rows = visible.shape[:-1]
+    pairs = visible.reshape(*rows, 16, 4, 2).transpose(-3, -2)
+    octets = (pairs.reshape(*rows, 16, 8) * weight).sum(-1, dtype=torch.uint8)
+    return octets.view(torch.int32)
 
 
 def _shown_by_words(words: Tensor, keys: int) -> Tensor:

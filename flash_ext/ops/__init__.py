@@ -26,6 +26,7 @@ options are `flash_ext.ops.options.Options`.
     quantize       the ops of quantization to FP8, from schema to fake kernel
     into           `fwd` and `bwd` that write into given tensors, from schema to fake kernel
     sum_rows       the ops that add up what several calls have written, from schema to fake kernel
+    mask           the ops that make masks of blocks, from schema to fake kernel
     append_kv      the op that writes new keys and values into a cache, from schema to fake kernel
     binary         the CUDA kernels, which come from `_C.abi3.so`, if it was built
     checks         of arguments in Python
@@ -43,6 +44,7 @@ from .append_kv import append_kv
 from .autograd import SUBCLASS_MODULES, register_subclasses
 from .binary import Build, checksum_agrees, cuda_build, cuda_missing, cuda_targets
 from .call import autocasts, forward, is_real
+from .mask import mask_from_blocks, mask_from_dense, mask_from_intervals, mask_from_kinds
 from .schemas import bwd, check, fwd, library
 from .sum_rows import combine_parts, copy_rows, sum_rows
 
@@ -66,6 +68,10 @@ __all__ = [
     "forward",
     "fwd",
     "is_real",
+    "mask_from_blocks",
+    "mask_from_dense",
+    "mask_from_intervals",
+    "mask_from_kinds",
     "register_subclasses",
     "sum_rows",
 ]

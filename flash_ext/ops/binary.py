@@ -171,5 +171,9 @@ if cuda_missing is not None:
         "append_kv",
         "fwd_into",
         "bwd_into",
+        "mask_from_dense",
+        "mask_from_intervals",
+        "mask_from_blocks",
+        "mask_from_kinds",
     ):
         library.impl(_name, _cuda_unavailable, "CUDA")

@@ -1,7 +1,7 @@
 // What csrc's device code takes of CUDA C++, so that a plain C++ compiler compiles kernels and
 // tests call them on the host: one thread at a time, threads of a warp too. Of a warp vote or a
-// shuffle each thread gets its own value. ptx/ beside this file has the instructions, each as the
-// event that device.h notes.
+// shuffle each thread gets its own value, or with in_lockstep.h all lanes' values. ptx/ beside this
+// file has the instructions, each as the event that device.h notes.
 #pragma once
 
 #include <algorithm>
@@ -31,7 +31,7 @@ struct dim3 {
     unsigned x = 1, y = 1, z = 1;
     dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
 };
-extern dim3 threadIdx, blockIdx, gridDim;
+extern dim3 threadIdx, blockIdx, blockDim, gridDim;
 
 struct alignas(8) float2 {
     float x, y;
@@ -44,6 +44,9 @@ struct alignas(8) uint2 {
 };
 struct alignas(16) uint4 {
     uint32_t x, y, z, w;
+};
+struct alignas(16) int4 {
+    int x, y, z, w;
 };
 inline __attribute__((always_inline)) float2 make_float2(float x, float y) { return {x, y}; }
 inline __attribute__((always_inline)) float4 make_float4(float x, float y, float z, float w) {
@@ -107,8 +110,26 @@ template <class T>
 T __ldcs(const T* p) {
     return *p;
 }
+// What all threads of the CTA have given to the same call; null where each gets its own value.
+namespace device {
+inline const int64_t* (*exchange)(int64_t x) = nullptr;
+
+// combine(so far, a lane's value), over the lanes of the thread's warp.
+template <class T, class Combine>
+T over_warp(T x, T start, Combine combine) {
+    if (exchange == nullptr) return combine(start, x, threadIdx.x % 32);
+    const int64_t* values = exchange(x) + threadIdx.x / 32 * 32;
+    for (int lane = 0; lane < 32; ++lane)
+        start = combine(start, static_cast<T>(values[lane]), lane);
+    return start;
+}
+}  // namespace device
+
 template <class T>
-T __shfl_xor_sync(uint32_t, T x, int, int = 32) {
+T __shfl_xor_sync(uint32_t, T x, int mask, int = 32) {
+    if constexpr (std::is_integral_v<T>)
+        if (device::exchange != nullptr)
+            return static_cast<T>(device::exchange(x)[threadIdx.x ^ mask]);
     return x;
 }
 // What lane `lane` has given to the same call; without it a lane gets its own number.
@@ -126,9 +147,21 @@ T __shfl_up_sync(uint32_t, T x, int, int = 32) {
     return x;
 }
 inline bool __any_sync(uint32_t, bool x) { return x; }
-inline uint32_t __ballot_sync(uint32_t, bool x) { return x ? 0xffffffff : 0; }
+inline uint32_t __ballot_sync(uint32_t, bool x) {
+    if (device::exchange == nullptr) return x ? 0xffffffff : 0;
+    return device::over_warp<uint32_t>(
+        x, 0, [](uint32_t found, uint32_t y, int lane) { return found | y << lane; });
+}
 inline uint32_t __reduce_or_sync(uint32_t, uint32_t x) { return x; }
-inline int __reduce_max_sync(uint32_t, int x) { return x; }
+inline int __reduce_max_sync(uint32_t, int x) {
+    return device::over_warp(x, INT32_MIN, [](int a, int b, int) { return max(a, b); });
+}
+inline int __reduce_min_sync(uint32_t, int x) {
+    return device::over_warp(x, INT32_MAX, [](int a, int b, int) { return min(a, b); });
+}
+inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t shift) {
+    return static_cast<uint32_t>(((uint64_t{high} << 32) | low) >> shift % 32);
+}
 
 template <class T>
 T atomicAdd(T* p, T x) {
@@ -154,9 +187,14 @@ inline void __nanosleep(unsigned) {}
 void __syncwarp();
 void __syncthreads();
 inline int __syncthreads_or(int x) {
-    __syncthreads();
-    return x;
+    if (device::exchange == nullptr) {
+        __syncthreads();
+        return x;
+    }
+    const int64_t* values = device::exchange(x);
+    return std::any_of(values, values + blockDim.x, [](int64_t y) { return y != 0; });
 }
+inline int __syncthreads_and(int x) { return !__syncthreads_or(!x); }
 
 // Launches: device.h keeps the kernel with its arguments.
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };

@@ -1,0 +1,161 @@
+// From tensors to the kernels that make masks of blocks. Calls that are not accepted are refused in
+// the words of flash_ext/cpu/make_mask.py.
+#include <algorithm>
+#include <cstdint>
+#include <tuple>
+
+#include "api/boxing.h"
+#include "api/check.h"
+#include "plan/launchers.h"
+
+namespace flash_ext {
+namespace {
+
+// The sizes of a mask: of matrices, and of each.
+struct MaskSizes {
+    int64_t batch, heads, seqlen_q, seqlen_k;
+
+    int64_t matrices() const { return batch * heads; }
+    int64_t q_blocks() const { return ceil_div<int64_t>(seqlen_q, kMaskBlock); }
+    int64_t kv_blocks() const { return ceil_div<int64_t>(seqlen_k, kMaskBlock); }
+
+    // Blocks have 16-bit numbers, and CTAs 32-bit ones.
+    bool accepted() const {
+        constexpr int64_t kMost = int64_t{1} << 31;
+        const int64_t q = q_blocks(), kv = kv_blocks();
+        return seqlen_k >= 0 && std::max(q, kv) <= kMostMaskBlocks && batch < kMost &&
+               heads < kMost && matrices() < kMost && matrices() * std::max(q * kv, q + kv) < kMost;
+    }
+};
+
+// Masks, intervals and kinds have four dimensions, in any strides.
+bool is_input(const Tensor& x, ScalarType dtype) {
+    return x.scalar_type() == dtype && x.dim() == 4 && is_here(x.device());
+}
+
+template <class T>
+MaskInput<T> input_of(const Tensor& x) {
+    static const T kNoElements{};  // for an input that is given, and empty
+    MaskInput<T> input{x.numel() > 0 ? static_cast<const T*>(x.data_ptr()) : &kNoElements};
+    for (int dim = 0; dim < 4; ++dim) input.strides[dim] = x.size(dim) == 1 ? 0 : x.stride(dim);
+    return input;
+}
+
+// A row of this many runs at most: a multiple of four ints.
+int64_t row_ints(int64_t runs) {
+    return kMaskHeader + ceil_div<int64_t>(std::max<int64_t>(runs, 1), 4) * 4;
+}
+
+// The tensors of a mask, and what their kernels need beside an input.
+struct NewMask {
+    Tensor kv_tiles, q_tiles, words;
+    MakeMaskParams params{};
+
+    NewMask(const Tensor& like, const MaskSizes& sizes, int64_t kv_runs, int64_t q_runs)
+        : kv_tiles(rows(like, sizes, sizes.q_blocks(), kv_runs)),
+          q_tiles(rows(like, sizes, sizes.kv_blocks(), q_runs)) {
+        check_architecture(like);
+        params.batch = static_cast<int>(sizes.batch);
+        params.heads = static_cast<int>(sizes.heads);
+        params.seqlen_q = static_cast<int>(sizes.seqlen_q);
+        params.seqlen_k = static_cast<int>(sizes.seqlen_k);
+        params.q_blocks = static_cast<int>(sizes.q_blocks());
+        params.kv_blocks = static_cast<int>(sizes.kv_blocks());
+        params.kv_tiles = static_cast<int*>(kv_tiles.data_ptr());
+        params.q_tiles = static_cast<int*>(q_tiles.data_ptr());
+        params.kv_row = static_cast<int>(kv_tiles.size(3));
+        params.q_row = static_cast<int>(q_tiles.size(3));
+    }
+
+    static Tensor rows(const Tensor& like, const MaskSizes& sizes, int64_t blocks, int64_t runs) {
+        return empty(like, {sizes.batch, sizes.heads, blocks, row_ints(runs)}, ScalarType::Int);
+    }
+
+    void set_words(const Tensor& like, const std::vector<int64_t>& shape) {
+        words = empty(like, shape, ScalarType::Int);
+        params.words = static_cast<uint32_t*>(words.data_ptr());
+    }
+    // Of intervals: the words. Returns the workspace of hulls.
+    Tensor set_intervals(const Tensor& intervals) {
+        const MakeMaskParams& p = params;
+        set_words(intervals, {p.batch, p.heads, int64_t{p.q_blocks} * kMaskBlock, kMaskWords});
+        params.intervals = input_of<int>(intervals);
+        Tensor hulls = empty(
+            intervals,
+            {p.batch, p.heads, p.q_blocks, static_cast<int64_t>(sizeof(BlockHulls) / sizeof(int))},
+            ScalarType::Int);
+        params.hulls = static_cast<BlockHulls*>(hulls.data_ptr());
+        return hulls;
+    }
+
+    std::tuple<Tensor, Tensor, Tensor> make() const {
+        launch_on_stream_of(kv_tiles, [&](auto stream) { return make_mask(params, stream); });
+        return {kv_tiles, q_tiles, words};
+    }
+};
+
+std::tuple<Tensor, Tensor, Tensor> mask_from_dense(const Tensor& mask) {
+    MaskSizes sizes{};
+    if (mask.dim() == 4) sizes = {mask.size(0), mask.size(1), mask.size(2), mask.size(3)};
+    if (!is_input(mask, ScalarType::Bool) || !sizes.accepted()) refuse("mask_from_dense", mask);
+    const int64_t q_blocks = sizes.q_blocks(), kv_blocks = sizes.kv_blocks();
+    NewMask made(mask, sizes, kv_blocks, q_blocks);
+    made.set_words(mask, {sizes.batch, sizes.heads, q_blocks, kv_blocks, kMaskBlock, kMaskWords});
+    const Tensor kinds =
+        empty(mask, {sizes.batch, sizes.heads, q_blocks, kv_blocks}, ScalarType::Byte);
+    made.params.kinds = input_of<uint8_t>(kinds);
+    made.params.new_kinds = static_cast<uint8_t*>(kinds.data_ptr());
+    if (mask.numel() > 0) made.params.dense = input_of<uint8_t>(mask);
+    return made.make();
+}
+
+std::tuple<Tensor, Tensor, Tensor> mask_from_intervals(const Tensor& intervals, int64_t seqlen_k) {
+    MaskSizes sizes{};
+    if (intervals.dim() == 4)
+        sizes = {intervals.size(0), intervals.size(1), intervals.size(2), seqlen_k};
+    if (!is_input(intervals, ScalarType::Int) || intervals.size(3) != 4 || seqlen_k < 0 ||
+        !sizes.accepted())
+        refuse("mask_from_intervals", intervals, seqlen_k);
+    NewMask made(intervals, sizes, kIntervalRunsOfQueries, kIntervalRunsOfKeys);
+    const Tensor hulls = made.set_intervals(intervals);
+    return made.make();
+}
+
+std::tuple<Tensor, Tensor, Tensor> mask_from_blocks(const Tensor& kinds, const Tensor& intervals) {
+    MaskSizes sizes{};
+    if (kinds.dim() == 4 && intervals.dim() == 4)
+        sizes = {kinds.size(0), kinds.size(1), intervals.size(2), kinds.size(3) * kMaskBlock};
+    if (!is_input(kinds, ScalarType::Byte) || !is_input(intervals, ScalarType::Int) ||
+        intervals.device() != kinds.device() || intervals.size(3) != 4 || !sizes.accepted() ||
+        kinds.size(2) != sizes.q_blocks() ||
+        (intervals.size(0) != 1 && intervals.size(0) != sizes.batch) ||
+        (intervals.size(1) != 1 && intervals.size(1) != sizes.heads))
+        refuse("mask_from_blocks", kinds, intervals);
+    NewMask made(kinds, sizes, sizes.kv_blocks(), sizes.q_blocks());
+    const Tensor hulls = made.set_intervals(intervals);
+    made.params.kinds = input_of<uint8_t>(kinds);
+    return made.make();
+}
+
+std::tuple<Tensor, Tensor> mask_from_kinds(const Tensor& kinds) {
+    MaskSizes sizes{};
+    if (kinds.dim() == 4)
+        sizes = {kinds.size(0), kinds.size(1), kinds.size(2) * kMaskBlock,
+                 kinds.size(3) * kMaskBlock};
+    if (!is_input(kinds, ScalarType::Byte) || !sizes.accepted()) refuse("mask_from_kinds", kinds);
+    NewMask made(kinds, sizes, sizes.kv_blocks(), sizes.q_blocks());
+    made.params.kinds = input_of<uint8_t>(kinds);
+    const auto [kv_tiles, q_tiles, none] = made.make();
+    return {kv_tiles, q_tiles};
+}
+
+}  // namespace
+}  // namespace flash_ext
+
+STABLE_TORCH_LIBRARY_IMPL(flash_ext, CUDA, m) {
+    using namespace flash_ext;
+    m.impl("mask_from_dense", boxed<mask_from_dense>);
+    m.impl("mask_from_intervals", boxed<mask_from_intervals>);
+    m.impl("mask_from_blocks", boxed<mask_from_blocks>);
+    m.impl("mask_from_kinds", boxed<mask_from_kinds>);
+}

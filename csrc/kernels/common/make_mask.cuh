@@ -1,0 +1,246 @@
+// Masks of blocks (problem/tile_mask.cuh):
+//
+//     a dense mask    pack_mask.cuh makes bits and kinds of blocks; here kinds become rows of runs
+//     intervals       are copied; of each Q block their hull gives the row of runs, and of all
+//                     hulls each KV block has a hull of Q blocks, in which one run may be full
+//     kinds           become rows of runs; where intervals cut them, a hull says how
+//
+// A warp has a row of runs, or a Q block.
+#pragma once
+
+#include <bit>
+
+#include "kernels/common/launch.cuh"
+#include "kernels/common/pack_mask.cuh"
+#include "problem/make_mask.cuh"
+
+namespace flash_ext {
+
+inline constexpr int kMakeMaskThreads = 128;
+inline constexpr uint32_t kAllLanes = 0xffffffff;
+
+FLASH_DEVICE int64_t warp_index() {
+    return (int64_t{blockIdx.x} * kMakeMaskThreads + threadIdx.x) / 32;
+}
+
+// --- Intervals ---
+
+// The intervals of a query, tidy; none past the last query.
+FLASH_DEVICE KeyIntervals load_intervals(const MakeMaskParams& params, int batch, int head,
+                                         int query) {
+    if (query >= params.seqlen_q) return {};
+    const int* x = params.intervals.row(batch, head, query);
+    const int64_t stride = params.intervals.strides[3];
+    return tidy({x[0], x[stride], x[2 * stride], x[3 * stride]}, params.seqlen_k);
+}
+
+// At once, not by halfwords.
+FLASH_DEVICE BlockHulls load_hulls(const BlockHulls* hulls) {
+    return std::bit_cast<BlockHulls>(__ldg(reinterpret_cast<const uint4*>(hulls)));
+}
+
+// Of one interval of each query of a Q block.
+struct Hull {
+    int begin = kMaskBlock * kMostMaskBlocks;  // the least one
+    int end = 0;
+    int latest_begin = 0;
+    int earliest_end = kMaskBlock * kMostMaskBlocks;
+
+    FLASH_DEVICE void add(int begin_, int end_) {
+        if (begin_ < end_) {
+            begin = min_of(begin, begin_);
+            end = max_of(end, end_);
+        }
+        latest_begin = max_of(latest_begin, begin_);
+        earliest_end = min_of(earliest_end, end_);
+    }
+    FLASH_DEVICE void join_lanes() {
+        begin = __reduce_min_sync(kAllLanes, begin);
+        end = __reduce_max_sync(kAllLanes, end);
+        latest_begin = __reduce_max_sync(kAllLanes, latest_begin);
+        earliest_end = __reduce_min_sync(kAllLanes, earliest_end);
+    }
+    FLASH_DEVICE BlockRange seen() const {
+        return block_range(begin / kMaskBlock, ceil_div(end, kMaskBlock));
+    }
+    FLASH_DEVICE BlockRange full() const {
+        return block_range(ceil_div(latest_begin, kMaskBlock), earliest_end / kMaskBlock);
+    }
+};
+
+// The words and the hull of a Q block; without kinds also its row of runs.
+__global__ void __launch_bounds__(kMakeMaskThreads)
+    mask_hulls_kernel(const __grid_constant__ MakeMaskParams params) {
+    const int64_t row = warp_index();
+    if (row >= int64_t{params.batch} * params.heads * params.q_blocks) return;
+    const int q_block = static_cast<int>(row % params.q_blocks);
+    const int matrix = static_cast<int>(row / params.q_blocks);
+    const int lane = threadIdx.x % 32;
+    auto* words = reinterpret_cast<KeyIntervals*>(params.words) + row * kMaskBlock;
+    Hull first, second;
+#pragma unroll
+    for (int i = lane; i < kMaskBlock; i += 32) {
+        const int query = q_block * kMaskBlock + i;
+        const KeyIntervals x =
+            load_intervals(params, matrix / params.heads, matrix % params.heads, query);
+        words[i] = x;
+        if (query >= params.seqlen_q) continue;
+        first.add(x.begin_0, x.end_0);
+        second.add(x.begin_1, x.end_1);
+    }
+    first.join_lanes();
+    second.join_lanes();
+    if (lane != 0) return;
+    const BlockHulls hulls{join(first.seen(), second.seen()), join(first.full(), second.full())};
+    params.hulls[row] = hulls;
+    if (params.kinds.data != nullptr) return;
+    RowWriter writer{params.kv_tiles + row * params.kv_row};
+    for_each_range(hulls, [&](BlockRange range, BlockKind kind) { writer.add(range, kind); });
+    writer.write_header();
+}
+
+// The row of runs of a KV block: all Q blocks from the first to the last one that see it, the
+// longest run of full ones as such.
+__global__ void __launch_bounds__(kMakeMaskThreads)
+    mask_columns_kernel(const __grid_constant__ MakeMaskParams params) {
+    const int64_t row = warp_index();
+    if (row >= int64_t{params.batch} * params.heads * params.kv_blocks) return;
+    const int kv_block = static_cast<int>(row % params.kv_blocks);
+    const BlockHulls* hulls = params.hulls + row / params.kv_blocks * params.q_blocks;
+    const int lane = threadIdx.x % 32;
+    int begin = params.q_blocks, end = 0;
+    int before = 0;                // full blocks directly before these 32
+    int longest = 0, run_end = 0;  // of the runs of full blocks that end at one of this lane's
+#pragma unroll 4
+    for (int base = 0; base < params.q_blocks; base += 32) {
+        const int q_block = base + lane;
+        const BlockKind kind = q_block < params.q_blocks
+                                   ? load_hulls(hulls + q_block).kind(kv_block)
+                                   : BlockKind::kHidden;
+        const uint32_t full = __ballot_sync(kAllLanes, kind == BlockKind::kFull);
+        if (kind != BlockKind::kHidden) {
+            begin = min_of(begin, q_block);
+            end = q_block + 1;
+        }
+        const uint32_t gaps = ~full & (kAllLanes >> (31 - lane));
+        const int length = gaps == 0 ? before + lane + 1 : lane - 31 + __clz(gaps);
+        if (length > longest) {
+            longest = length;
+            run_end = q_block + 1;
+        }
+        before = full == kAllLanes ? before + 32 : __clz(~full);
+    }
+    begin = __reduce_min_sync(kAllLanes, begin);
+    end = __reduce_max_sync(kAllLanes, end);
+    const int length = __reduce_max_sync(kAllLanes, longest);
+    run_end = __reduce_min_sync(kAllLanes, longest == length ? run_end : params.q_blocks);
+    if (lane != 0) return;
+    const int run_begin = length == 0 ? end : run_end - length;
+    run_end = length == 0 ? end : run_end;
+    RowWriter writer{params.q_tiles + row * params.q_row};
+    writer.add(block_range(run_begin, run_end), BlockKind::kFull);
+    writer.add(block_range(begin, run_begin), BlockKind::kPartial);
+    writer.add(block_range(run_end, end), BlockKind::kPartial);
+    writer.write_header();
+}
+
+// --- Kinds ---
+
+// Appends the runs of a kind to a row that has `runs` already. Returns the number of its blocks.
+template <class IsOfKind>
+FLASH_DEVICE int append_runs(int* row, int blocks, int& runs, IsOfKind is_of_kind) {
+    const int lane = threadIdx.x % 32;
+    const auto vote = [&](int base) {
+        return __ballot_sync(kAllLanes, base + lane < blocks && is_of_kind(base + lane));
+    };
+    int total = 0;
+    int start = 0;         // of the last run that has begun
+    uint32_t is_open = 0;  // does it go on in these 32 blocks?
+    uint32_t next = vote(0);
+    for (int base = 0; base < blocks; base += 32) {
+        const uint32_t found = next;
+        next = vote(base + 32);
+        const uint32_t starts = found & ~(found << 1 | is_open);
+        const uint32_t ends = found & ~(found >> 1 | next << 31);
+        if (ends >> lane & 1) {
+            const uint32_t before = starts & (kAllLanes >> (31 - lane));
+            const int first = before == 0 ? start : base + 31 - __clz(before);
+            row[kMaskHeader + runs + __popc(ends & ~(kAllLanes << lane))] =
+                static_cast<int>(mask_run(first, base + lane + 1 - first));
+        }
+        total += __popc(found);
+        runs += __popc(ends);
+        if (starts != 0) start = base + 31 - __clz(starts);
+        is_open = found >> 31;
+    }
+    return total;
+}
+
+template <class KindOf>
+FLASH_DEVICE void write_row(int* row, int blocks, KindOf kind_of) {
+    int runs = 0;
+    const auto append = [&](BlockKind kind) {
+        return append_runs(row, blocks, runs, [&](int block) { return kind_of(block) == kind; });
+    };
+    const int full = append(BlockKind::kFull);
+    const int partial = append(BlockKind::kPartial);
+    if (threadIdx.x % 32 == 0) *reinterpret_cast<int4*>(row) = {full, partial, runs, 0};
+}
+
+template <bool kHasHulls>
+__global__ void __launch_bounds__(kMakeMaskThreads)
+    mask_rows_kernel(const __grid_constant__ MakeMaskParams params) {
+    const int64_t matrices = int64_t{params.batch} * params.heads;
+    const int64_t q_rows = matrices * params.q_blocks;
+    int64_t row = warp_index();
+    const bool of_q_block = row < q_rows;
+    if (!of_q_block) row -= q_rows;
+    const int blocks = of_q_block ? params.q_blocks : params.kv_blocks;
+    if (row >= matrices * blocks) return;
+    const int own = static_cast<int>(row % blocks);
+    const int matrix = static_cast<int>(row / blocks);
+    const BlockHulls* hulls = params.hulls + int64_t{matrix} * params.q_blocks;
+    const auto kind_at = [&](const uint8_t* given, int64_t q_block, int kv_block) {
+        const uint8_t kind = *given;
+        if constexpr (kHasHulls)
+            return kind == 0 ? BlockKind::kHidden : load_hulls(hulls + q_block).kind(kv_block);
+        return static_cast<BlockKind>(kind);
+    };
+    const int64_t (&strides)[4] = params.kinds.strides;
+    const uint8_t* kinds = params.kinds.row(matrix / params.heads, matrix % params.heads, 0);
+    if (of_q_block) {
+        const uint8_t* of_row = kinds + own * strides[2];
+        write_row(params.kv_tiles + row * params.kv_row, params.kv_blocks, [&](int kv_block) {
+            return kind_at(of_row + kv_block * strides[3], own, kv_block);
+        });
+    } else {
+        const uint8_t* of_column = kinds + own * strides[3];
+        write_row(params.q_tiles + row * params.q_row, params.q_blocks, [&](int q_block) {
+            return kind_at(of_column + q_block * strides[2], q_block, own);
+        });
+    }
+}
+
+// --- The launches ---
+
+template <auto kKernel>
+cudaError_t launch_warps(int64_t warps, const MakeMaskParams& params, cudaStream_t stream) {
+    return launch_kernel<kKernel>(ceil_div<int64_t>(warps, kMakeMaskThreads / 32), kMakeMaskThreads,
+                                  0, params, stream);
+}
+
+cudaError_t make_mask(const MakeMaskParams& params, cudaStream_t stream) {
+    const int64_t matrices = int64_t{params.batch} * params.heads;
+    const int64_t q_rows = matrices * params.q_blocks, kv_rows = matrices * params.kv_blocks;
+    const bool has_intervals = params.intervals.data != nullptr;
+    cudaError_t status = cudaSuccess;
+    if (params.dense.data != nullptr) status = pack_mask(params, stream);
+    if (has_intervals) status = launch_warps<mask_hulls_kernel>(q_rows, params, stream);
+    if (status != cudaSuccess) return status;
+    if (params.kinds.data == nullptr)
+        return launch_warps<mask_columns_kernel>(kv_rows, params, stream);
+    return has_intervals ? launch_warps<mask_rows_kernel<true>>(q_rows + kv_rows, params, stream)
+                         : launch_warps<mask_rows_kernel<false>>(q_rows + kv_rows, params, stream);
+}
+
+}  // namespace flash_ext

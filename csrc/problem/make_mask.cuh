@@ -1,0 +1,151 @@
+// Masks of blocks (tile_mask.cuh) from dense masks, intervals of keys and kinds of blocks: the
+// parameters of their kernels, and what the intervals of 128 queries show of each KV block.
+#pragma once
+
+#include <cstdint>
+
+#include "problem/params.h"
+#include "problem/tile_mask.cuh"
+#include "tile/host_device.h"
+
+namespace flash_ext {
+
+enum class BlockKind : uint8_t { kHidden, kFull, kPartial };
+
+// A tensor of bytes or ints that the caller gives, in any strides.
+template <class T>
+struct MaskInput {
+    const T* data = nullptr;
+    int64_t strides[4] = {0, 0, 0, 0};
+
+    FLASH_HOST_DEVICE const T* row(int batch, int head, int64_t i) const {
+        return data + batch * strides[0] + head * strides[1] + i * strides[2];
+    }
+};
+
+// Two intervals of keys, half-open. An empty one is 0, 0.
+struct alignas(16) KeyIntervals {
+    int begin_0 = 0, end_0 = 0;
+    int begin_1 = 0, end_1 = 0;
+};
+
+// The same within [0, seqlen_k), in ascending order, and one if they touch.
+FLASH_HOST_DEVICE constexpr KeyIntervals tidy(KeyIntervals x, int seqlen_k) {
+    int begin_0 = max_of(x.begin_0, 0), end_0 = min_of(x.end_0, seqlen_k);
+    int begin_1 = max_of(x.begin_1, 0), end_1 = min_of(x.end_1, seqlen_k);
+    const bool has_0 = begin_0 < end_0, has_1 = begin_1 < end_1;
+    if (!has_0 && !has_1) return {};
+    if (!has_0) return {begin_1, end_1, 0, 0};
+    if (!has_1) return {begin_0, end_0, 0, 0};
+    if (max_of(begin_0, begin_1) <= min_of(end_0, end_1))
+        return {min_of(begin_0, begin_1), max_of(end_0, end_1), 0, 0};
+    if (begin_0 < begin_1) return {begin_0, end_0, begin_1, end_1};
+    return {begin_1, end_1, begin_0, end_0};
+}
+
+// Blocks begin to end - 1. Those of none begin past all others.
+struct BlockRange {
+    static constexpr int kNone = kMostMaskBlocks;
+
+    uint16_t begin = kNone;
+    uint16_t end = kNone;
+
+    FLASH_HOST_DEVICE constexpr bool empty() const { return end <= begin; }
+    FLASH_HOST_DEVICE constexpr bool has(int block) const { return begin <= block && block < end; }
+};
+FLASH_HOST_DEVICE constexpr BlockRange block_range(int begin, int end) {
+    if (end <= begin) return {};
+    return {static_cast<uint16_t>(begin), static_cast<uint16_t>(end)};
+}
+
+// Two ranges, in ascending order, and one if they touch.
+struct BlockRanges {
+    BlockRange first, second;
+
+    FLASH_HOST_DEVICE constexpr bool has(int block) const {
+        return first.has(block) || second.has(block);
+    }
+};
+FLASH_HOST_DEVICE constexpr BlockRanges join(BlockRange a, BlockRange b) {
+    const BlockRange low = a.begin <= b.begin ? a : b;
+    const BlockRange high = a.begin <= b.begin ? b : a;
+    if (high.begin > low.end) return {low, high};
+    return {block_range(low.begin, max_of(low.end, high.end)), {}};
+}
+
+// What the intervals of the queries of a Q block show: all KV blocks of which any query sees a key
+// are in `seen` (and maybe others between them). Of those in `full` every query sees all.
+struct alignas(16) BlockHulls {
+    BlockRanges seen;
+    BlockRanges full;
+
+    FLASH_HOST_DEVICE constexpr BlockKind kind(int kv_block) const {
+        if (full.has(kv_block)) return BlockKind::kFull;
+        return seen.has(kv_block) ? BlockKind::kPartial : BlockKind::kHidden;
+    }
+};
+
+// Calls visit(range, kind) for the full blocks, then for the others in ascending order: at most 2
+// and 4 ranges that are not empty.
+template <class Visit>
+FLASH_HOST_DEVICE constexpr void for_each_range(const BlockHulls& hulls, Visit visit) {
+    const BlockRange first = hulls.full.first, second = hulls.full.second;
+    visit(first, BlockKind::kFull);
+    visit(second, BlockKind::kFull);
+    const auto visit_others = [&](BlockRange seen) {
+        visit(block_range(seen.begin, min_of(seen.end, first.begin)), BlockKind::kPartial);
+        visit(block_range(max_of(seen.begin, first.end), min_of(seen.end, second.begin)),
+              BlockKind::kPartial);
+        visit(block_range(max_of(seen.begin, second.end), seen.end), BlockKind::kPartial);
+    };
+    visit_others(hulls.seen.first);
+    visit_others(hulls.seen.second);
+}
+
+// The most runs of a mask of intervals: of a Q block (see above), and of a KV block.
+inline constexpr int kIntervalRunsOfQueries = 6;
+inline constexpr int kIntervalRunsOfKeys = 3;
+
+// A row of runs as it is written.
+struct RowWriter {
+    int* row;
+    int full = 0;
+    int partial = 0;
+    int runs = 0;
+
+    FLASH_HOST_DEVICE constexpr void add(BlockRange range, BlockKind kind) {
+        if (range.empty()) return;
+        const int count = range.end - range.begin;
+        (kind == BlockKind::kFull ? full : partial) += count;
+        row[kMaskHeader + runs++] = static_cast<int>(mask_run(range.begin, count));
+    }
+    FLASH_HOST_DEVICE constexpr void write_header() {
+        row[0] = full;
+        row[1] = partial;
+        row[2] = runs;
+        row[3] = 0;
+    }
+};
+
+struct MakeMaskParams {
+    int batch;     // Bm: B or 1
+    int heads;     // Hm: Hq or 1
+    int seqlen_q;  // of dense masks and intervals
+    int seqlen_k;
+    int q_blocks;
+    int kv_blocks;
+
+    MaskInput<uint8_t> dense;     // (Bm, Hm, Sq, Sk) bools, or null
+    MaskInput<int> intervals;     // (Bm, Hm, Sq, 4), or null
+    MaskInput<uint8_t> kinds;     // (Bm, Hm, Q blocks, KV blocks), or null. With intervals: 0 hides
+    uint8_t* new_kinds;           // the same of a dense mask, contiguous
+    BlockHulls* hulls = nullptr;  // (Bm, Hm, Q blocks), of intervals
+
+    int* kv_tiles;    // (Bm, Hm, Q blocks, kv_row)
+    int* q_tiles;     // (Bm, Hm, KV blocks, q_row)
+    uint32_t* words;  // as in TileMask
+    int kv_row;
+    int q_row;
+};
+
+}  // namespace flash_ext

@@ -1,0 +1,78 @@
+// Launches of kernels without shared memory whose threads exchange values: the threads of a CTA run
+// in turns, each up to its next exchange. All threads that have not ended must reach the same
+// number of them.
+#pragma once
+
+#include <cuda_runtime.h>
+#include <ucontext.h>
+
+#include <functional>
+#include <vector>
+
+#include "device.h"
+
+namespace device {
+
+void note(Event, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t) {}
+void load_matrices(uint32_t (&)[4], uint32_t, bool) {}
+void store_matrices(uint32_t, const uint32_t (&)[4], bool) {}
+
+namespace {
+
+struct Fiber {
+    ucontext_t context;
+    std::vector<char> stack = std::vector<char>(64 << 10);
+    bool ended = false;
+};
+
+std::vector<Fiber> fibers;
+std::vector<int64_t> given, exchanged;
+ucontext_t scheduler;
+std::function<void()> thread_of_kernel;
+
+void run_fiber() {
+    thread_of_kernel();
+    fibers[threadIdx.x].ended = true;
+}
+
+// What each thread of the CTA has given, once all have.
+const int64_t* exchange_in_turns(int64_t x) {
+    const unsigned thread = threadIdx.x;
+    given[thread] = x;
+    swapcontext(&fibers[thread].context, &scheduler);
+    return exchanged.data();
+}
+
+}  // namespace
+
+void launch(unsigned ctas, unsigned threads, size_t, std::function<void()> thread) {
+    thread_of_kernel = std::move(thread);
+    exchange = exchange_in_turns;
+    given.assign(threads, 0);
+    blockDim = {threads};
+    for (blockIdx.x = 0; blockIdx.x < ctas; ++blockIdx.x) {
+        fibers = std::vector<Fiber>(threads);
+        for (Fiber& fiber : fibers) {
+            getcontext(&fiber.context);
+            fiber.context.uc_stack.ss_sp = fiber.stack.data();
+            fiber.context.uc_stack.ss_size = fiber.stack.size();
+            fiber.context.uc_link = &scheduler;
+            makecontext(&fiber.context, run_fiber, 0);
+        }
+        for (bool any = true; any;) {
+            any = false;
+            exchanged = given;
+            for (unsigned i = 0; i < threads; ++i) {
+                if (fibers[i].ended) continue;
+                any = true;
+                threadIdx.x = i;
+                swapcontext(&scheduler, &fibers[i].context);
+            }
+        }
+    }
+    exchange = nullptr;
+}
+
+}  // namespace device
+
+void __syncthreads() {}
