@@ -73,7 +73,7 @@ class Provider:
     )
     windows: bool = False  # does ``attend`` take a window?
     limits: tuple[float, float] = (WHOLE_LIMIT, BLOCK_LIMIT)
-    fp8: bool = False  # is it asked for 8-bit inputs alone? (fp8_providers.py, kv8_providers.py)
+    fp8: bool = False  # is it asked for 8-bit inputs alone? (fp8_providers.py)
 
     @property
     def label(self) -> str:
