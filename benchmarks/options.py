@@ -271,6 +271,20 @@ def option_calls(sizes: Sizes, d: int, causal: bool, device: torch.device) -> di
     }
 
 
+def add_rates(results: dict[str, Json], flops: float) -> None:
+    """TFLOP/s of each call that was timed."""
+    for result in (r for r in results.values() if "ms" in r):
+        result["tflops"] = round(flops / result["ms"] * 1e-9, 4)
+
+
+def add_ratios(results: dict[str, Json], base: Callable[[str], str | None]) -> None:
+    """Each call's time over that of the call that `base` names."""
+    for name, result in results.items():
+        over = results.get(base(name) or "", {})
+        if "ms" in result and "ms" in over:
+            result["ratio"] = round(result["ms"] / over["ms"], 4)
+
+
 class Bench:
     """Checks and times calls on one device."""
 
@@ -326,9 +340,7 @@ class Bench:
                 else:
                     chosen[name] = call, ours(variant)
             results = self.times(chosen, direction)
-            plain = results[PLAIN]
-            for result in (r for r in results.values() if "ms" in r and "ms" in plain):
-                result["ratio"] = round(result["ms"] / plain["ms"], 4)
+            add_ratios(results, lambda _: PLAIN)
             yield {"variant": variant, "direction": direction}, results | refused
 
     def mix(self, sizes: Sizes, d: int, causal: bool) -> Iterator[tuple[Json, Json]]:
@@ -346,9 +358,7 @@ class Bench:
                 "varlen_attn": (call, varlen_attn(max(lengths))),
             }
             results = self.times(calls, direction)
-            for result in (r for r in results.values() if "ms" in r):
-                factor = 1 if direction == "forward" else 2.5
-                result["tflops"] = round(factor * flops / result["ms"] * 1e-9, 4)
+            add_rates(results, flops if direction == "forward" else 2.5 * flops)
             yield {"variant": variant, "direction": direction, "heads": heads}, results
 
     def deterministic(self, sizes: Sizes, d: int, causal: bool) -> Iterator[tuple[Json, Json]]:
@@ -369,12 +379,8 @@ class Bench:
                 around = functools.partial(peer_context, provider, repeats)
                 calls[name] = replace(call, around=around), peer(provider)
         results = self.times(calls, "backward")
-        factor = 10 * math.prod(shape) * sizes.seqlen * (0.5 if causal else 1)
-        for name, result in ((n, r) for n, r in results.items() if "ms" in r):
-            result["tflops"] = round(factor / result["ms"] * 1e-9, 4)
-            usual = results[name.removesuffix(REPEATS)]
-            if name.endswith(REPEATS) and "ms" in usual:
-                result["ratio"] = round(result["ms"] / usual["ms"], 4)
+        add_rates(results, 10 * math.prod(shape) * sizes.seqlen * (0.5 if causal else 1))
+        add_ratios(results, lambda n: n.removesuffix(REPEATS) if n.endswith(REPEATS) else None)
         yield {"direction": "backward"}, results
 
     def bias(self, sizes: Sizes, d: int, causal: bool) -> Iterator[tuple[Json, Json]]:
