@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
 import json
 import os
@@ -116,7 +117,8 @@ def add_device(parser: argparse.ArgumentParser, **more: Any) -> None:
 
 
 def free_memory(device: torch.device) -> None:
-    """Give unused cached memory back to the device."""
+    """Give unused memory back to the device: one shape's tensors must not crowd out the next."""
+    gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 

@@ -164,7 +164,7 @@ def main() -> int:
     def run() -> Iterator[tuple[Cell, Json]]:
         for same_shape in shapes.values():
             yield from bench.shape(same_shape)
-            common.free_memory(bench.device)  # one shape's graphs must not crowd out the next
+            common.free_memory(bench.device)
 
     for cell, found in common.progress(run(), len(cells), "cells"):
         recorder.add(cell.to_json(), {"providers": found}, **versions(providers))

@@ -453,7 +453,7 @@ def main() -> int:
             whole = {"table": name} | size_of(name, sizes) | cell | {"d": d, "causal": causal}
             recorder.add(whole, {"results": results})
             bad |= failed(results)
-        common.free_memory(recorder.device)  # one shape's graphs must not crowd out the next
+        common.free_memory(recorder.device)
     recorder.close()
     return int(bad)
 
