@@ -175,9 +175,9 @@ def options_section(folder: Path) -> Iterator[str]:
         yield pivot(["TFLOP/s"], mixed())
     if biases := select(every, table="bias"):
         yield (
-            f"A bias (1, H, S, S), {biases[0]['dtype']}: {provenance(biases)}. µs; backward with the"
-            " bias's gradient, but for the call without a bias. The peers are SDPA's efficient and"
-            " cuDNN backends; both directions of the faster one that has both."
+            f"A bias (1, H, S, S), {biases[0]['dtype']}: {provenance(biases)}. µs; backward with"
+            " the bias's gradient, but for the call without a bias. The peers are SDPA's"
+            " efficient and cuDNN backends; both directions of the faster one that has both."
         )
         yield bias_table(biases)
 
