@@ -17,18 +17,20 @@ build failed.
 from __future__ import annotations
 
 import argparse
-import json
+import functools
 import math
+import multiprocessing
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import common
 import torch
@@ -109,45 +111,30 @@ class Build:
         return {"seconds": timed.seconds, "launch_bound": timed.launch_bound}
 
 
-def answer_requests(device: str) -> None:
-    """Answer the lines of standard input until it ends."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print must not be taken for an answer
-    build = Build(device)
-    for line in sys.stdin:
-        request = json.loads(line)
-        answer = getattr(build, request.pop("what"))(**request)
-        print(json.dumps(answer), file=answers, flush=True)
+@functools.cache
+def this_build(device: str) -> Build:
+    """The one of a process."""
+    return Build(device)
+
+
+def answer(device: str, what: str, request: Json) -> Json:
+    """Call a method of a process's build."""
+    found: Json = getattr(this_build(device), what)(**request)
+    return found
 
 
 class Remote:
     """A process with one build."""
 
     def __init__(self, folder: Path, device: str) -> None:
-        path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, "--answer", device],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"PYTHONPATH": path},
-        )
+        self.device = device
+        self.pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+        with mock.patch.object(sys, "path", [str(folder), *sys.path]):  # which the process gets
+            self.described = self.ask("describe")
 
     def ask(self, what: str, **request: Any) -> Json:
         """Call a method of `Build` there."""
-        assert self.process.stdin is not None and self.process.stdout is not None
-        print(json.dumps({"what": what} | request), file=self.process.stdin, flush=True)
-        line = self.process.stdout.readline()
-        if not line:
-            raise SystemExit(f"a build's process ended with status {self.process.wait()}")
-        answer: Json = json.loads(line)
-        return answer
-
-    def close(self) -> None:
-        """End the process."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
+        return self.pool.submit(answer, self.device, what, request).result()
 
 
 def compare(
@@ -235,11 +222,10 @@ def main() -> int:
         "now": Path(flash_ext.__file__).resolve().parents[1],
     }
     builds = {name: Remote(folder, args.device) for name, folder in folders.items()}
-    described = {name: build.ask("describe") for name, build in builds.items()}
     for name, folder in folders.items():
-        if Path(described[name]["folder"]) != folder:
-            raise SystemExit(f"asked for {folder}, imported {described[name]['folder']}")
-    over = {"over": described["before"]["digest"] or str(args.before)}
+        if Path(builds[name].described["folder"]) != folder:
+            raise SystemExit(f"asked for {folder}, imported {builds[name].described['folder']}")
+    over = {"over": builds["before"].described["digest"] or str(args.before)}
     recorder = Recorder("builds", common.describe_setup(device), args)
     rows: list[Json] = []
     in_memory = "/dev/shm" if os.path.isdir("/dev/shm") else None  # results are large
@@ -255,7 +241,7 @@ def main() -> int:
                 rows.append(what | found)
         finally:
             for build in builds.values():
-                build.close()
+                build.pool.shutdown()
     print("\n".join(summary(rows)))
     failed = [r for r in rows if "failed" in r]
     for row in failed:
@@ -265,7 +251,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--answer"]:
-        answer_requests(sys.argv[2])
-    else:
-        sys.exit(main())
+    sys.exit(main())

@@ -10,8 +10,7 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 from common import ROOT, Json
-from fp8_providers import FP8, Fp8Workload
-from kv8_providers import KV8, Kv8Workload
+from fp8_providers import FP8, KV8, PROVIDERS, QuantizedWorkload
 from providers import BEST, BEST_OF, VARIANTS, Workload
 
 try:
@@ -74,19 +73,10 @@ class Cell:
     def workload(self, device: torch.device) -> Workload:
         """Fresh inputs."""
         shape = (self.batch, self.seqlen, self.heads, self.d)
-        if self.dtype == FP8:
-            return Fp8Workload(shape, device, d_v=self.d_v)
-        if self.dtype == KV8:
-            return Kv8Workload(shape, device, self.seqlen_q, self.kv_heads)
-        return Workload(
-            shape,
-            DTYPES[self.dtype],
-            device,
-            self.seqlen_q,
-            self.kv_heads,
-            d_v=self.d_v,
-            window=self.window,
-        )
+        sizes = {"seqlen_q": self.seqlen_q, "kv_heads": self.kv_heads, "d_v": self.d_v}
+        if self.dtype in PROVIDERS:
+            return QuantizedWorkload(self.dtype, shape, device, **sizes)
+        return Workload(shape, DTYPES[self.dtype], device, **sizes, window=self.window)
 
     def to_json(self) -> Json:
         """For a result: without what is 0, empty or false, apart from `causal`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
 import json
 import os
@@ -29,8 +30,6 @@ _spec.loader.exec_module(timing)
 first_line, progress, cpu_name = timing.first_line, timing.progress, timing.cpu_name
 
 RESULTS = results.FOLDER
-# What must be equal for a test report to be of this machine and source.
-SAME_SETUP = ("device", "torch", "cuda", "cudnn", "driver", "digest")
 
 if importlib.util.find_spec("flash_ext") is None:  # not installed: measure the checkout itself
     sys.path.insert(0, str(ROOT))
@@ -82,13 +81,6 @@ def begin(subject: str, args: argparse.Namespace) -> results.Recorder:
     return results.Recorder(subject, describe_setup(torch.device(args.device)), args)
 
 
-def result_path(device: torch.device, name: str) -> Path:
-    """results/<device>/<name>; creates the folder."""
-    path = RESULTS / results.slug(device) / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path
-
-
 def read_json(path: Path) -> Json | None:
     """The content of a JSON file, or None if there is none."""
     return json.loads(path.read_text()) if path.is_file() else None
@@ -99,11 +91,6 @@ def write_json(path: Path, content: Json) -> None:
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(content, indent=1) + "\n")
     os.replace(partial, path)
-
-
-def same_setup(a: Json, b: Json) -> bool:
-    """Whether two reports come from the same device, versions and sources."""
-    return all(a.get(key) == b.get(key) for key in SAME_SETUP)
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -130,7 +117,8 @@ def add_device(parser: argparse.ArgumentParser, **more: Any) -> None:
 
 
 def free_memory(device: torch.device) -> None:
-    """Give unused cached memory back to the device."""
+    """Give unused memory back to the device: one shape's tensors must not crowd out the next."""
+    gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 

@@ -46,8 +46,7 @@ import common
 import torch
 from cells import Cell, add_grid, grid
 from common import Json
-from fp8_providers import FP8, FP8_PROVIDERS
-from kv8_providers import KV8, KV8_PROVIDERS
+from fp8_providers import PROVIDERS
 from providers import (
     PEERS,
     Provider,
@@ -154,8 +153,8 @@ def main() -> int:
         raise SystemExit("no cell left: see --causal, --full, --fwd, --bwd")
     args.variants = args.variants or running(torch.device(args.device))
     providers, missing = collect(args.variants, args.peers)
-    providers[:0] = FP8_PROVIDERS if any(c.dtype == FP8 for c in cells) else ()
-    providers[:0] = KV8_PROVIDERS if any(c.dtype == KV8 for c in cells) else ()
+    for dtype in {c.dtype for c in cells} & PROVIDERS.keys():
+        providers[:0] = PROVIDERS[dtype]
     bench = Bench(args, providers)
     recorder = common.begin("compare", args)
     shapes: dict[Cell, list[Cell]] = {}
@@ -165,7 +164,7 @@ def main() -> int:
     def run() -> Iterator[tuple[Cell, Json]]:
         for same_shape in shapes.values():
             yield from bench.shape(same_shape)
-            common.free_memory(bench.device)  # one shape's graphs must not crowd out the next
+            common.free_memory(bench.device)
 
     for cell, found in common.progress(run(), len(cells), "cells"):
         recorder.add(cell.to_json(), {"providers": found}, **versions(providers))

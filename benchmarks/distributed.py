@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import importlib.util
 import itertools
 import os
@@ -82,7 +81,6 @@ class Cell:
 class Provider:
     """One way to compute a cell on this rank."""
 
-    name: str
     forward: Callable[[], Tensor]
     leaves: tuple[Tensor, ...]
     dout: Tensor
@@ -128,7 +126,7 @@ def ours(ranks: Ranks, method: str, transport: str) -> Provider:
 
     engines = symmetric.has_engines(transport, dist.group.WORLD, ranks.device)
     facts = {"transport": "copy_engines" if engines else "collectives"}
-    return Provider(title(method, transport), forward, tuple(leaves), dout, facts=facts)
+    return Provider(forward, tuple(leaves), dout, facts=facts)
 
 
 class Kernels:
@@ -191,7 +189,6 @@ def torchs(ranks: Ranks, rotation: str) -> Provider:
             yield
 
     return Provider(
-        TORCH.format(rotation),
         # Looked up in each call: context_parallel puts its own function there.
         lambda: F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True),
         tuple(heads_first),
@@ -215,23 +212,17 @@ def ring_flash_attns(ranks: Ranks) -> Provider:
     )
     call = getattr(importlib.import_module("ring_flash_attn"), RING)
     leaves, dout = ranks.inputs(ranks.rows)
-    return Provider(
-        f"ring-flash-attn {RING}", lambda: call(*leaves, causal=True), tuple(leaves), dout,
-        facts={"over": "flash_attn" if THEIRS else "flash_ext.flash_attn"},
-    )  # fmt: skip
-
-
-def title(method: str, transport: str) -> str:
-    """What a method of this package is called in results."""
-    return f"{method} {LAYOUT}" + (f", {transport}" if transport != "auto" else "")
+    over = {"over": "flash_attn" if THEIRS else "flash_ext.flash_attn"}
+    return Provider(lambda: call(*leaves, causal=True), tuple(leaves), dout, facts=over)
 
 
 def providers(
     ranks: Ranks, args: argparse.Namespace
 ) -> Iterator[tuple[str, Callable[[], Provider]]]:
     """Names and makers of all that are asked for."""
+    transport = f", {args.transport}" if args.transport != "auto" else ""
     for method in args.methods:
-        yield title(method, args.transport), partial(ours, ranks, method, args.transport)
+        yield f"{method} {LAYOUT}{transport}", partial(ours, ranks, method, args.transport)
     if ranks.device.type != "cuda":
         return
     if args.peers in ("all", "torch"):
@@ -298,7 +289,7 @@ class Clock:
 
 def measure(provider: Provider, clock: Clock, cell: Cell, kernels: Kernels | None) -> Json:
     """Times, memory and rates of one provider, in turns with its kernels alone if it is ours."""
-    result: Json = {"provider": provider.name, **provider.facts}
+    result: Json = dict(provider.facts)
     if clock.cuda:
         torch.cuda.reset_peak_memory_stats()
     with provider.around():
@@ -309,11 +300,11 @@ def measure(provider: Provider, clock: Clock, cell: Cell, kernels: Kernels | Non
     every: dict[str, Any] = {"ms": provider} | ({"kernels_ms": kernels} if kernels else {})
     for which, factor in FACTORS.items():
         with provider.around():
-            if which == "forward":
-                with torch.no_grad():
-                    found = clock.median({name: each.forward for name, each in every.items()})
+            if which == "backward":
+                calls = {name: each.backward_of(each.forward()) for name, each in every.items()}
             else:
-                found = clock.median({n: x.backward_of(x.forward()) for n, x in every.items()})
+                calls = {name: torch.no_grad()(each.forward) for name, each in every.items()}
+            found = clock.median(calls)
         seconds = found["ms"]
         flops = cell.flops * factor / cell.ranks
         result[which] = {"ms": seconds * 1e3, "tflops": flops / seconds / 1e12}
@@ -325,32 +316,22 @@ def measure(provider: Provider, clock: Clock, cell: Cell, kernels: Kernels | Non
     return result
 
 
-def run_provider(ranks: Ranks, make: Callable[[], Provider], clock: Clock) -> Json:
-    """One provider's result in a cell."""
-    provider = make()
-    method, _, _ = provider.name.partition(" ")
-    kernels = Kernels(ranks, method == "ulysses") if method in cp.METHODS else None
-    return measure(provider, clock, ranks.cell, kernels)
-
-
-def run_cell(ranks: Ranks, args: argparse.Namespace) -> Iterator[Json]:
-    """Every provider's result in one cell."""
-    cell = ranks.cell
+def run_cell(ranks: Ranks, args: argparse.Namespace) -> Iterator[tuple[Json, Json]]:
+    """Every provider of one cell, and its result."""
     clock = Clock(ranks.device, args.seconds)
     for name, make in providers(ranks, args):
-        gc.collect()
         common.free_memory(ranks.device)
+        method, _, _ = name.partition(" ")
         try:
-            result = run_provider(ranks, make, clock)
+            provider = make()
+            kernels = Kernels(ranks, method == "ulysses") if method in cp.METHODS else None
+            result = measure(provider, clock, ranks.cell, kernels)
         except Exception as wrong:  # a peer that is absent or cannot, on every rank
-            result = {"provider": name, "error": first_line(wrong)}
-        yield {"kind": "causal"} | asdict(cell) | result
+            result = {"error": first_line(wrong)}
+        yield {"kind": "causal"} | asdict(ranks.cell) | {"provider": name}, result
 
 
 # ------------------------------------------------------------------------------------- processes
-IDENTITY = ("kind", "rows", "ranks", "provider", "heads_q", "heads_k", "dim")
-
-
 def work(args: argparse.Namespace, recorder: Recorder | None = None) -> list[Json]:
     """This rank's part of everything, in a default group that exists; rank 0 has a recorder."""
     cpu = args.device == "cpu"
@@ -363,11 +344,10 @@ def work(args: argparse.Namespace, recorder: Recorder | None = None) -> list[Jso
     lengths = args.lengths or (CPU_LENGTHS if cpu else LENGTHS)
     asked = [Cell(rows, ranks, *heads) for rows in lengths]
     for cell in common.progress(asked, len(asked), "cells") if recorder else asked:
-        for result in run_cell(Ranks(cell, device, dtype), args):
-            found.append(result)
+        for what, result in run_cell(Ranks(cell, device, dtype), args):
+            found.append(what | result)
             if recorder:
-                added = {name: result[name] for name in IDENTITY}
-                recorder.add(added, {n: x for n, x in result.items() if n not in IDENTITY})
+                recorder.add(what, result)
     return found
 
 

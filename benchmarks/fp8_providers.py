@@ -1,4 +1,7 @@
-"""FP8 attention: quantized inputs, the ways to get them, and the providers that take them."""
+"""8 bits: quantized inputs, the ways to get them, and the providers that take them.
+
+FP8 is attention on q, k and v in 8 bits, KV8 on k and v alone, beside a q in bfloat16.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import copy
 import functools
 import importlib.util
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,7 +23,7 @@ from flash_ext import fp8
 
 SCALE_ROWS = 128  # rows of a block
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
-FP8 = "fp8"  # the dtype of cells of FP8 attention
+FP8, KV8 = "fp8", "kv8"  # the dtypes of cells
 
 
 class Quantized(NamedTuple):
@@ -50,6 +53,13 @@ class Quantized(NamedTuple):
         return flash_ext.attention(
             self.q, self.k, self.v, causal=causal, out_dtype=out_dtype, **self.descales
         )
+
+    def dequantized(self) -> Iterator[Tensor]:
+        """What q, k and v stand for: in float32, beside a q of 16 bits in its type."""
+        dtype = torch.float32 if self.q.element_size() == 1 else self.q.dtype
+        for x, descale in zip(self[:3], self[3:], strict=True):
+            product = flash_ext.reference._scaled(x.float(), descale, by_row=x is not self.v)
+            yield product.to(dtype)
 
     def exact(self) -> Tensor:
         """out in float64, where nothing is rounded, without a mask."""
@@ -100,19 +110,37 @@ METHODS = {
 }
 
 
+@dataclass(frozen=True)
+class KeysAndValues:
+    """How k, by blocks of keys, and v, by channels, become 8 bits beside a q as it is."""
+
+    dtype: torch.dtype
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Quantized:
+        k8, k_descale = fp8.quantize(k, self.dtype)
+        if self.dtype == torch.int8:
+            v_descale = v.abs().amax(1).float() / torch.iinfo(self.dtype).max
+            rows = zip(v, v_descale, strict=True)
+            v8 = torch.stack([(x / y).round().to(self.dtype) for x, y in rows])
+        else:
+            v8, v_descale = fp8.quantize(v, self.dtype, scales="channel")
+        return Quantized(q, k8, v8, None, k_descale, v_descale)
+
+
 # ------------------------------------------------------------------------------------- providers
 def not_called(*_: object) -> Tensor:
-    """`Fp8Provider.prepare` is."""
+    """`QuantizedProvider.prepare` is."""
     raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class Fp8Provider(Provider):
-    """FP8 attention on inputs that were quantized before; only an `Fp8Workload` asks it."""
+class QuantizedProvider(Provider):
+    """Attention on inputs that were quantized before; only a `QuantizedWorkload` asks it."""
 
     attend: Attend = not_called
     limits: tuple[float, float] = (6e-2, 2e-1)  # P is rounded to e4m3
     fp8: bool = True
+    quantize: Callable[[Tensor, Tensor, Tensor], Quantized] = METHODS[PER_TENSOR]
 
     def prepare(self, x: Quantized, causal: bool) -> Callable[[], Tensor]:
         """The call to be timed."""
@@ -124,46 +152,29 @@ class Fp8Provider(Provider):
 
 
 @dataclass(frozen=True)
-class Fp8Variant(Fp8Provider):
+class Fa3(QuantizedProvider):
     """flash_ext's fa3 with output in bfloat16.
 
     It gets the scale of a tensor as scales of blocks and channels, which are what
     `flash_ext.fp8.attention` makes, so that their cost counts.
     """
 
-    int8: bool = False  # q and k, with the scale of a tensor too
-
     @property
     def ours(self) -> bool:
         return True
 
     def prepare(self, x: Quantized, causal: bool) -> Callable[[], Tensor]:
-        if self.int8:
-            x = with_int8(x)
-        batch, _, kv_heads, _ = x.k.shape
-        assert x.q_descale is not None and x.k_descale is not None and x.v_descale is not None
-        blocks = [-(-y.shape[1] // SCALE_ROWS) for y in (x.q, x.k)]
+        q, k, v = x[:3]
+        ends = [-(-y.shape[1] // SCALE_ROWS) for y in (q, k)] + [v.shape[3]]  # of each descale
         descales = {
-            "q_descale": x.q_descale.expand(batch, x.q.shape[2], blocks[0]).contiguous(),
-            "k_descale": x.k_descale.expand(batch, kv_heads, blocks[1]).contiguous(),
-            "v_descale": x.v_descale.expand(batch, kv_heads, x.v.shape[3]).contiguous(),
+            name: descale.expand(y.shape[0], y.shape[2], end).contiguous()
+            for (name, descale), y, end in zip(x.descales.items(), (q, k, v), ends, strict=True)
+            if descale is not None
         }
-        reason = flash_ext.explain(x.q, x.k, x.v, causal=causal, **descales).reasons["fa3"]
+        reason = flash_ext.explain(q, k, v, causal=causal, **descales).reasons["fa3"]
         if reason is not None:
             raise Refused(reason)
-        q, k, v = x[:3]
         return lambda: flash_ext.attention(q, k, v, causal=causal, variant="fa3", **descales)
-
-
-def with_int8(x: Quantized) -> Quantized:
-    """The same with q and k rounded to int8."""
-    numbers, descales = [], []
-    for y, descale in ((x.q, x.q_descale), (x.k, x.k_descale)):
-        assert descale is not None
-        factor = y.float().abs().max() / torch.iinfo(torch.int8).max
-        numbers.append((y.float() / factor).round().to(torch.int8))
-        descales.append(descale * factor)
-    return Quantized(*numbers, x.v, *descales, x.v_descale)
 
 
 @functools.cache
@@ -175,7 +186,7 @@ def cudnn_handle() -> Any:
     return handle
 
 
-class CudnnFp8(Fp8Provider):
+class CudnnFp8(QuantizedProvider):
     """cuDNN's FP8 forward through nvidia-cudnn-frontend, whose output on Hopper is FP8 too.
 
     It takes one scale per tensor. P is at most 1: its scale leaves most of the range of e4m3 to
@@ -251,7 +262,7 @@ class CudnnFp8(Fp8Provider):
         return 2.0 ** math.floor(math.log2(LARGEST / largest)) if largest else 1.0
 
 
-class PackageFp8(Fp8Provider):
+class PackageFp8(QuantizedProvider):
     """FlashAttention-3's own FP8 forward, with a scale per head and output in bfloat16.
 
     From its own package, or from fa3-fwd, a build of the forward alone.
@@ -281,49 +292,56 @@ def whole_call(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
 
 
 FP8_PROVIDERS: tuple[Provider, ...] = (
-    Fp8Variant("fa3_fp8"),
-    Fp8Variant("fa3_int8", int8=True),
-    Provider("fp8_attention", whole_call, limits=Fp8Provider.limits, fp8=True),
+    Fa3("fa3_fp8"),
+    Fa3("fa3_int8", quantize=Method("block", "tensor", qk_dtype=torch.int8)),
+    Provider("fp8_attention", whole_call, limits=QuantizedProvider.limits, fp8=True),
     PackageFp8("flash_attn_3_fp8"),
     CudnnFp8("cudnn_fp8", limits=(1e-1, 3e-1)),  # its output is rounded as well
 )
+KV8_PROVIDERS: tuple[Provider, ...] = tuple(
+    Fa3(name, limits=Provider.limits, quantize=KeysAndValues(dtype))
+    for name, dtype in (("fa3_e4m3_kv", torch.float8_e4m3fn), ("fa3_int8_kv", torch.int8))
+)
+PROVIDERS = {FP8: FP8_PROVIDERS, KV8: KV8_PROVIDERS}
+# Who is measured beside them on the bfloat16 inputs.
+BESIDE = {FP8: ("fa3", *BEST_OF, "flash"), KV8: ("fa3", "flash_attn_3")}
 
 
-class Fp8Workload(Workload):
-    """Inputs in bfloat16, and the same as FP8 numbers with one scale per tensor.
+class QuantizedWorkload(Workload):
+    """Inputs in bfloat16, and the same as each of the providers of `dtype` quantizes them.
 
-    Providers of FP8 get the numbers, and are held against the exact results of what these stand
-    for; others get the bfloat16 inputs.
+    These get the numbers, and are held against the exact results of what the numbers stand for;
+    others get the bfloat16 inputs.
     """
 
-    BESIDE = ("fa3", *BEST_OF, "flash")  # who is measured beside FP8
-
     def __init__(
-        self, shape: tuple[int, int, int, int], device: torch.device, d_v: int = 0
+        self, dtype: str, shape: tuple[int, int, int, int], device: torch.device, **sizes: int
     ) -> None:
-        super().__init__(shape, torch.bfloat16, device, d_v=d_v)
-        self.numbers = METHODS[PER_TENSOR](self.q, self.k, self.v)
-        self.of_numbers: list[Tensor] = []
+        super().__init__(shape, torch.bfloat16, device, **sizes)
+        self.asks = *BESIDE[dtype], *(p.name for p in PROVIDERS[dtype])
+        quantizing = (p.quantize for p in PROVIDERS[dtype] if isinstance(p, QuantizedProvider))
+        self.numbers = {each: each(self.q, self.k, self.v) for each in dict.fromkeys(quantizing)}
+        self.of_numbers: dict[Hashable, list[Tensor]] = {}
+        if dtype == KV8:
+            self.CHUNK_BYTES = 1 << 24  # heads have up to 131,072 keys, and one query
 
     def asked(self, providers: Iterable[Provider]) -> list[Provider]:
-        names = (*self.BESIDE, *(p.name for p in FP8_PROVIDERS))
-        return [p for p in providers if p.name in names]
+        return [p for p in providers if p.name in self.asks]
 
     def exact(self, causal: bool, gradients: bool) -> list[Tensor]:
-        dequantized = copy.copy(self)
-        dequantized.q, dequantized.k, dequantized.v = (
-            x.float() * descale
-            for x, descale in zip(self.numbers[:3], self.numbers[3:], strict=True)
-        )
-        self.of_numbers = Workload.exact(dequantized, causal, gradients=False)
+        for quantize, x in self.numbers.items():
+            stands_for = copy.copy(self)
+            stands_for.q, stands_for.k, stands_for.v = x.dequantized()
+            self.of_numbers[quantize] = Workload.exact(stands_for, causal, gradients=False)
         return super().exact(causal, gradients)
 
     def wanted(self, provider: Provider, exact: list[Tensor]) -> list[Tensor]:
-        if not isinstance(provider, Fp8Provider):
+        if not isinstance(provider, QuantizedProvider):
             return exact
-        return [x * provider.unit(self.numbers) for x in self.of_numbers]
+        unit = provider.unit(self.numbers[provider.quantize])
+        return [x * unit for x in self.of_numbers[provider.quantize]]
 
     def bare(self, provider: Provider, causal: bool) -> Callable[[], Tensor]:
-        if not isinstance(provider, Fp8Provider):
+        if not isinstance(provider, QuantizedProvider):
             return super().bare(provider, causal)
-        return provider.prepare(self.numbers, causal)
+        return provider.prepare(self.numbers[provider.quantize], causal)

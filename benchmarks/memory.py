@@ -17,7 +17,6 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable
 
 import common
 import torch
@@ -35,15 +34,6 @@ def exponent(points: dict[int, int]) -> float:
     return round(statistics.linear_regression(*logs).slope, 4)
 
 
-def prepare(
-    work: Workload, provider: Provider, direction: str, causal: bool
-) -> Callable[[], object]:
-    """The call whose memory is measured."""
-    if direction == "forward":
-        return work.forward(provider, causal)
-    return lambda: work.backward(provider, causal)()
-
-
 def measure(
     provider: Provider,
     direction: str,
@@ -54,17 +44,20 @@ def measure(
     """Bytes per sequence length, until a length no longer fits or runs, and the fit."""
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     points: dict[int, int] = {}
-    ends: dict[str, str] = {}
+    end: Json = {}
     seconds = 0.0
     for seqlen in seqlens:
         expected = seconds * (seqlen / max(points, default=seqlen)) ** 2
         if expected > args.limit:
-            ends["slow"] = f"S = {seqlen}: a call would take about {expected:,.1f} s"
+            end = {"slow": f"S = {seqlen}: a call would take about {expected:,.1f} s"}
             break
         work = Workload((1, seqlen, args.heads, args.d), dtype, device)
 
         def peak(work: Workload = work) -> tuple[int, float]:
-            call = prepare(work, provider, direction, args.causal)
+            def both() -> object:
+                return work.backward(provider, args.causal)()
+
+            call = work.forward(provider, args.causal) if direction == "forward" else both
             call()  # the first call may set up what stays, such as a library's workspace
             gc.collect()
             started = time.perf_counter()
@@ -75,26 +68,12 @@ def measure(
         del work, peak
         common.free_memory(device)
         if found is None:
-            refused = "refused" in reason
-            ends["refused" if refused else "stopped"] = (
-                reason["skipped"] if refused else f"S = {seqlen}: {reason['skipped']}"
-            )
+            why = reason["skipped"]
+            end = {"refused": why} if "refused" in reason else {"stopped": f"S = {seqlen}: {why}"}
             break
         points[seqlen], seconds = found
     growth = {"exponent": exponent(points)} if len(points) > 1 else {}
-    return {"bytes": points, **growth, **ends}
-
-
-def parse() -> argparse.Namespace:
-    """The command line."""
-    parser = command_line(__doc__, PEERS_ASKED)
-    add = parser.add_argument
-    add("--d", type=int, default=128, help="head dim")
-    add("--heads", type=int, default=4)
-    add("--causal", action=argparse.BooleanOptionalAction, default=True)
-    add("--s", nargs="*", type=int, help="sequence lengths, default 1k, 2k, ... 128k")
-    add("--limit", type=float, default=2.5, help="seconds that a call may take")
-    return parser.parse_args()
+    return {"bytes": points, **growth, **end}
 
 
 def is_linear(result: Json) -> bool:
@@ -105,7 +84,14 @@ def is_linear(result: Json) -> bool:
 
 def main() -> int:
     """Run; the exit status is 1 if a variant's memory was not measured to grow linearly."""
-    args = parse()
+    parser = command_line(__doc__, PEERS_ASKED)
+    add = parser.add_argument
+    add("--d", type=int, default=128, help="head dim")
+    add("--heads", type=int, default=4)
+    add("--causal", action=argparse.BooleanOptionalAction, default=True)
+    add("--s", nargs="*", type=int, help="sequence lengths, default 1k, 2k, ... 128k")
+    add("--limit", type=float, default=2.5, help="seconds that a call may take")
+    args = parser.parse_args()
     recorder = common.begin("memory", args)
     device = recorder.device
     lengths = range(10, 18) if device.type == "cuda" else range(6, 13)  # 2^17 = 128k

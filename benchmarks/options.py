@@ -51,10 +51,8 @@ PLAIN = "plain"
 # (variant, direction) of the first table; fa1's backward would take as long as all the others. The
 # second table leaves fa1 out.
 MEASURED = (
-    *(("fa3", "forward"), ("fa3", "backward")),
-    *(("fa2", "forward"), ("fa2", "backward")),
-    ("fa1", "forward"),
-)
+    *itertools.product(("fa3", "fa2"), ("forward", "backward")), ("fa1", "forward"),
+)  # fmt: skip
 MIXED = MEASURED[:4]
 OPTIONS = {  # in words
     PLAIN: "no option beside causal",
@@ -75,10 +73,7 @@ OPTIONS = {  # in words
     "deterministic": "deterministic=True",
 }
 BIASES = {  # by head dim: batch, tokens and heads of the fourth table
-    32: (
-        *((n, n, 4) for n in (256, 384, 512, 768, 1024)),
-        *((4, 1536, 16), (1024, 49, 12)),
-    ),
+    32: (*((n, n, 4) for n in (256, 384, 512, 768, 1024)), (4, 1536, 16), (1024, 49, 12)),
     64: ((384, 384, 16), (8, 1024, 12), (4, 2048, 16), (2, 4096, 16), (1, 8192, 16)),
     128: ((8, 1024, 16), (4, 2048, 16), (2, 4096, 16), (1, 8192, 16)),
 }
@@ -123,6 +118,11 @@ class Call:
         packed = "cu_seqlens_q" in self.options
         function = module.attention_varlen if packed else module.attention
         return function(self.q, self.k, self.v, **self.options, **more)
+
+    def refusal(self, variant: str, direction: str) -> str | None:
+        """Why a variant of flash_ext does not take it."""
+        gradients = direction == "backward"
+        return refusal(variant, self.q, self.k, self.v, gradients, **self.options)
 
     def first_heads(self) -> Call:
         """The query heads of the first key head in float32, and of a dense call only the first
@@ -181,9 +181,9 @@ def peer(provider: Provider) -> Attend:
 
     def attend(call: Call) -> tuple[Tensor, None]:
         q, k, v = (provider.view(x) for x in (call.q, call.k, call.v))
-        if "bias" not in call.options:
-            return provider.view(provider.attend(q, k, v, call.options["causal"])), None
         with provider.around():
+            if "bias" not in call.options:
+                return provider.view(provider.attend(q, k, v, call.options["causal"])), None
             sdpa = torch.nn.functional.scaled_dot_product_attention
             return provider.view(sdpa(q, k, v, attn_mask=call.options["bias"])), None
 
@@ -271,6 +271,20 @@ def option_calls(sizes: Sizes, d: int, causal: bool, device: torch.device) -> di
     }
 
 
+def add_rates(results: dict[str, Json], flops: float) -> None:
+    """TFLOP/s of each call that was timed."""
+    for result in (r for r in results.values() if "ms" in r):
+        result["tflops"] = round(flops / result["ms"] * 1e-9, 4)
+
+
+def add_ratios(results: dict[str, Json], base: Callable[[str], str | None]) -> None:
+    """Each call's time over that of the call that `base` names."""
+    for name, result in results.items():
+        over = results.get(base(name) or "", {})
+        if "ms" in result and "ms" in over:
+            result["ratio"] = round(result["ms"] / over["ms"], 4)
+
+
 class Bench:
     """Checks and times calls on one device."""
 
@@ -309,8 +323,7 @@ class Bench:
 
     def those_that_run(self, kinds: Iterable[tuple[str, str]], d: int) -> list[tuple[str, str]]:
         """The (variant, direction) pairs that run on this device with this head dim."""
-        variants = {way: running(self.device, d, way != "forward") for _, way in kinds}
-        return [kind for kind in kinds if kind[0] in variants[kind[1]]]
+        return [(v, way) for v, way in kinds if v in running(self.device, d, way != "forward")]
 
     def options(self, sizes: Sizes, d: int, causal: bool) -> Iterator[tuple[Json, Json]]:
         """The first table's cells of one head dim and mask."""
@@ -320,15 +333,12 @@ class Bench:
             for name, call in calls.items():
                 if direction == "forward" and name in BACKWARD_ONLY:
                     continue
-                inputs = call.q, call.k, call.v
-                if reason := refusal(variant, *inputs, direction != "forward", **call.options):
+                if reason := call.refusal(variant, direction):
                     refused[name] = {"skipped": reason, "refused": True}
                 else:
                     chosen[name] = call, ours(variant)
             results = self.times(chosen, direction)
-            plain = results[PLAIN]
-            for result in (r for r in results.values() if "ms" in r and "ms" in plain):
-                result["ratio"] = round(result["ms"] / plain["ms"], 4)
+            add_ratios(results, lambda _: PLAIN)
             yield {"variant": variant, "direction": direction}, results | refused
 
     def mix(self, sizes: Sizes, d: int, causal: bool) -> Iterator[tuple[Json, Json]]:
@@ -341,14 +351,11 @@ class Bench:
         call = Call(*tensors, {"causal": causal, "cu_seqlens_q": cu, "cu_seqlens_k": cu})
         flops = 4 * heads * d * sum(n * n for n in lengths) * (0.5 if causal else 1)
         for variant, direction in self.those_that_run(MIXED, d):
-            calls = {
-                "as drawn": (call, ours(variant)),
-                "varlen_attn": (call, varlen_attn(max(lengths))),
-            }
-            results = self.times(calls, direction)
-            for result in (r for r in results.values() if "ms" in r):
-                factor = 1 if direction == "forward" else 2.5
-                result["tflops"] = round(factor * flops / result["ms"] * 1e-9, 4)
+            peer_call = call, varlen_attn(max(lengths))
+            results = self.times(
+                {"as drawn": (call, ours(variant)), "varlen_attn": peer_call}, direction
+            )
+            add_rates(results, flops if direction == "forward" else 2.5 * flops)
             yield {"variant": variant, "direction": direction, "heads": heads}, results
 
     def deterministic(self, sizes: Sizes, d: int, causal: bool) -> Iterator[tuple[Json, Json]]:
@@ -369,12 +376,8 @@ class Bench:
                 around = functools.partial(peer_context, provider, repeats)
                 calls[name] = replace(call, around=around), peer(provider)
         results = self.times(calls, "backward")
-        factor = 10 * math.prod(shape) * sizes.seqlen * (0.5 if causal else 1)
-        for name, result in ((n, r) for n, r in results.items() if "ms" in r):
-            result["tflops"] = round(factor / result["ms"] * 1e-9, 4)
-            usual = results[name.removesuffix(REPEATS)]
-            if name.endswith(REPEATS) and "ms" in usual:
-                result["ratio"] = round(result["ms"] / usual["ms"], 4)
+        add_rates(results, 10 * math.prod(shape) * sizes.seqlen * (0.5 if causal else 1))
+        add_ratios(results, lambda n: n.removesuffix(REPEATS) if n.endswith(REPEATS) else None)
         yield {"direction": "backward"}, results
 
     def bias(self, sizes: Sizes, d: int, causal: bool) -> Iterator[tuple[Json, Json]]:
@@ -390,10 +393,8 @@ class Bench:
             calls: dict[str, tuple[Call, Attend]] = {
                 PLAIN: (Call(q, k, v, {"causal": False}), ours("fa3" if on_gpu else "fa2"))
             }
-            for variant in running(self.device, d, direction == "backward"):
-                if variant != "fa1" and not refusal(
-                    variant, q, k, v, direction != "forward", bias=bias
-                ):
+            for variant in ("fa2", "fa3"):
+                if not call.refusal(variant, direction):
                     calls[variant] = call, ours(variant)
             calls |= {x.name: (call, peer(x)) for x in providers}
             size = {"batch": batch, "seqlen": seqlen, "heads": heads}
@@ -403,16 +404,13 @@ class Bench:
 
 def size_of(table: str, sizes: Sizes) -> Json:
     """What the cells of a table have in common."""
-    dtype = str(sizes.dtype).removeprefix("torch.")
+    cell: Json = {"batch": sizes.batch, "seqlen": sizes.seqlen, "heads": sizes.heads}
     if table == "bias":
-        return {"dtype": dtype}
-    if table != "mix":
-        return {"dtype": dtype, "batch": sizes.batch, "seqlen": sizes.seqlen, "heads": sizes.heads}
-    lengths = sizes.mix
-    return {
-        "dtype": dtype, "tokens": sum(lengths), "sequences": len(lengths),
-        "shortest": min(lengths), "longest": max(lengths),
-    }  # fmt: skip
+        cell = {}
+    elif table == "mix":
+        cell = {"tokens": sum(sizes.mix), "sequences": len(sizes.mix)}
+        cell |= {"shortest": min(sizes.mix), "longest": max(sizes.mix)}
+    return {"dtype": str(sizes.dtype).removeprefix("torch.")} | cell
 
 
 def failed(results: Json) -> bool:
@@ -447,7 +445,7 @@ def main() -> int:
             whole = {"table": name} | size_of(name, sizes) | cell | {"d": d, "causal": causal}
             recorder.add(whole, {"results": results})
             bad |= failed(results)
-        common.free_memory(recorder.device)  # one shape's graphs must not crowd out the next
+        common.free_memory(recorder.device)
     recorder.close()
     return int(bad)
 

@@ -22,7 +22,7 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -55,80 +55,65 @@ class Steps:
     def __init__(
         self, args: argparse.Namespace, device: torch.device, method: str, layout: str
     ) -> None:
-        self.layers, self.device, self.layout, self.method = args.layers, device, layout, method
+        self.args, self.device, self.layout, self.method = args, device, layout, method
+        self.groups = request.groups_of(None)
         self.tokens = torch.zeros(args.tokens, dtype=torch.int64, device=device)
-        # Ranks have a row more or less of each document.
-        self.most = args.tokens // dist.get_world_size() + 2 * args.documents
-        self.rows = self.buffers(args)
-
-    def buffers(self, args: argparse.Namespace) -> list[Tensor]:
-        """q, k and v, of more rows than a rank has."""
-        like: dict[str, Any] = {"device": self.device, "dtype": torch.bfloat16}
-        heads = (args.heads[0], args.heads[1], args.heads[1])
-        return [torch.randn(self.most, h, args.dim, **like) for h in heads]
+        # Of more rows than a rank has: up to one more of each document. Plans alone read none.
+        most = args.tokens // self.groups.ranks + 2 * args.documents
+        (heads, kv_heads), dtype = args.heads, torch.bfloat16
+        self.rows = [
+            torch.randn(1 if args.alone else most, h, args.dim, device=device, dtype=dtype)
+            .expand(most, -1, -1) for h in (heads, kv_heads, kv_heads)
+        ]  # fmt: skip
 
     def step(self, edges: tuple[int, ...]) -> None:
-        """One step."""
+        """Every layer's call and its gradients, or what the host does before them."""
         where: dict[str, Any] = {"layout": self.layout, "cu_seqlens": edges}
-        count = len(cp.shard(self.tokens, 0, **where))
-        for _ in range(self.layers):
+        groups = self.groups
+        if self.args.alone:
+            count = cp.sharding(edges[-1], groups.ranks, self.layout, edges).lengths[groups.rank]
+        else:
+            count = len(cp.shard(self.tokens, 0, **where))
+        for _ in range(self.args.layers):
             tensors = [x[:count].detach().requires_grad_() for x in self.rows]
-            out = cp.attention(*tensors, causal=True, method=self.method, **where)
-            torch.autograd.grad(out, tensors, out)
+            if self.args.alone:
+                self.plan(tensors, edges)
+            else:
+                out = cp.attention(*tensors, causal=True, method=self.method, **where)
+                torch.autograd.grad(out, tensors, out)
 
-    def meet(self) -> None:
-        """All ranks have done everything."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        dist.barrier()
-
-
-class Alone(Steps):
-    """Steps of a rank without others: plans alone."""
-
-    def buffers(self, args: argparse.Namespace) -> list[Tensor]:
-        """As `Steps` says; nobody reads them."""
-        heads = (args.heads[0], args.heads[1], args.heads[1])
-        return [torch.zeros(1, h, args.dim).expand(self.most, h, args.dim) for h in heads]
-
-    def step(self, edges: tuple[int, ...]) -> None:
-        """As `Steps` says."""
+    def plan(self, tensors: list[Tensor], edges: tuple[int, ...]) -> None:
+        """A call's plan, and its numbers on the device."""
         asked = request.Request(self.method, "auto", self.layout, None, True, (-1, -1), True)
-        groups = request.groups_of(None)
-        count = cp.sharding(edges[-1], groups.ranks, self.layout, edges).lengths[groups.rank]
-        tensors = [x[:count] for x in self.rows]
-        for _ in range(self.layers):
-            core, _ = request.prepare(asked, groups, *tensors, edges, {})
-            for calls in getattr(core, "steps", None) or [getattr(core, "inner", core).calls]:
-                for call in calls:
-                    if call.packed is not None:
-                        call.packed.on(self.device)
+        core, _ = request.prepare(asked, self.groups, *tensors, edges, {})
+        for calls in getattr(core, "steps", None) or [getattr(core, "inner", core).calls]:
+            for call in calls:
+                if call.packed is not None:
+                    call.packed.on(self.device)
 
-    def meet(self) -> None:
-        """As `Steps` says."""
-
-
-def timed(steps: Steps, call: Callable[[], None]) -> tuple[float, float]:
-    """Milliseconds until a step was enqueued, and until it was done."""
-    steps.meet()
-    start = time.perf_counter()
-    call()
-    enqueued = time.perf_counter()
-    if steps.device.type == "cuda":
-        torch.cuda.synchronize()
-    return 1e3 * (enqueued - start), 1e3 * (time.perf_counter() - start)
+    def time(self, edges: tuple[int, ...]) -> tuple[float, float]:
+        """Milliseconds until a step was enqueued, and until it was done."""
+        wait = torch.cuda.synchronize if self.device.type == "cuda" else lambda: None
+        wait()
+        if not self.args.alone:
+            dist.barrier()
+        start = time.perf_counter()
+        self.step(edges)
+        enqueued = time.perf_counter()
+        wait()
+        return 1e3 * (enqueued - start), 1e3 * (time.perf_counter() - start)
 
 
 def times(steps: Steps, args: argparse.Namespace) -> Json:
     """Of new packings, and of each of them again at once, on this rank."""
     every = packings(args)
     found: dict[str, list[tuple[float, float]]] = {"new": [], "same": []}
-    for number in range(args.warm_up + args.steps):
+    for _ in range(args.warm_up):
         edges = next(every)
+        steps.time(edges), steps.time(edges)
+    for edges in itertools.islice(every, args.steps):
         for of_name in found.values():
-            took = timed(steps, lambda edges=edges: steps.step(edges))
-            if number >= args.warm_up:
-                of_name.append(took)
+            of_name.append(steps.time(edges))
     result: Json = {}
     for name, pairs in found.items():
         host, whole = zip(*pairs, strict=True)
@@ -140,16 +125,12 @@ def times(steps: Steps, args: argparse.Namespace) -> Json:
 
 def work(args: argparse.Namespace, device: torch.device) -> Json:
     """This rank's results."""
-    kind = Alone if args.alone else Steps
-    cells: list[Json] = []
-    for layout, method in itertools.product(args.layouts, args.methods):
-        steps = kind(args, device, method, layout)
-        cells.append({"method": method, "layout": layout} | times(steps, args))
-    ranks = dist.get_world_size()
-    names = ("alone", "tokens", "documents", "shortest", "layers", "heads", "dim", "steps")
-    about = {name: getattr(args, name) for name in names}
-    setup = common.describe_setup(device)
-    return {**setup, **about, "ranks": ranks, "cells": cells}
+    cells = [
+        {"method": method, "layout": layout} | times(Steps(args, device, method, layout), args)
+        for layout, method in itertools.product(args.layouts, args.methods)
+    ]
+    about = common.describe_setup(device) | {"ranks": dist.get_world_size(), "cells": cells}
+    return {n: x for n, x in vars(args).items() if n not in ("methods", "layouts")} | about
 
 
 def alone(args: argparse.Namespace) -> Json:
@@ -161,6 +142,7 @@ def alone(args: argparse.Namespace) -> Json:
     def exchange(group: object, mine: list[Any]) -> list[Any]:
         return args.alone * mine
 
+    torch.set_num_threads(1)
     with mock.patch.multiple(request, _exchange=exchange, EVERY=10**9):
         return work(args, torch.device("cpu"))
 
@@ -187,15 +169,15 @@ def parse(given: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
+    cuda = args.device == "cuda"
     if args.alone:
-        torch.set_num_threads(1)
         found = alone(args)
     else:
-        place = torch.device(args.device, int(os.environ.get("LOCAL_RANK", 0)))
-        if args.device == "cuda":
+        place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        if cuda:
             torch.cuda.set_device(place)
-        dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
-        found = work(args, place if args.device == "cuda" else torch.device("cpu"))
+        dist.init_process_group("nccl" if cuda else "gloo")
+        found = work(args, place if cuda else torch.device("cpu"))
     if dist.get_rank() == args.rank:
         print(json.dumps(found, indent=1))
     dist.destroy_process_group()

@@ -73,7 +73,7 @@ class Provider:
     )
     windows: bool = False  # does ``attend`` take a window?
     limits: tuple[float, float] = (WHOLE_LIMIT, BLOCK_LIMIT)
-    fp8: bool = False  # is it asked for 8-bit inputs alone? (fp8_providers.py, kv8_providers.py)
+    fp8: bool = False  # is it asked for 8-bit inputs alone? (fp8_providers.py)
 
     @property
     def label(self) -> str:
@@ -242,11 +242,10 @@ class Workload:
         are equal to those where 0. ``window`` is how many keys a query sees; 0: all."""
         batch, seqlen, heads, width = shape
         queries, keys = (batch, seqlen_q or seqlen, heads), (batch, seqlen, kv_heads or heads)
+        sizes = (queries, width), (keys, width), (keys, d_v or width), (queries, d_v or width)
         self.q, self.k, self.v, self.dout = (
-            torch.randn((*size, d), dtype=dtype, device=device)
-            for size, d in ((queries, width), (keys, width), (keys, d_v or width),
-                            (queries, d_v or width))
-        )  # fmt: skip
+            torch.randn((*size, d), dtype=dtype, device=device) for size, d in sizes
+        )
         self.window = window
 
     def asked(self, providers: Iterable[Provider]) -> list[Provider]:
@@ -285,20 +284,26 @@ class Workload:
                 raise Refused(reason)
         return {"window": self.window} if self.window else {}
 
+    def graph(
+        self, provider: Provider, causal: bool
+    ) -> tuple[list[Tensor], Callable[[], Tensor], Tensor]:
+        """Leaves, the forward call on them, and dout, in the provider's layout."""
+        *leaves, dout = (provider.view(x) for x in (self.q, self.k, self.v, self.dout))
+        leaves = [x.detach().requires_grad_() for x in leaves]
+        window = self.options(provider, causal, gradients=True)
+        return leaves, lambda: provider.attend(*leaves, causal, **window), dout
+
     def backward(self, provider: Provider, causal: bool) -> Callable[[], tuple[Tensor, ...]]:
         """The backward call to be timed, on a graph built here; it returns dq, dk, dv."""
-        leaves = [provider.view(x).detach().requires_grad_() for x in (self.q, self.k, self.v)]
-        window = self.options(provider, causal, gradients=True)
+        leaves, attend, dout = self.graph(provider, causal)
         with provider.around():
-            out = provider.attend(*leaves, causal, **window)
-        dout = provider.view(self.dout)
+            out = attend()
         return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
 
     def step(self, provider: Provider, causal: bool) -> Callable[[], tuple[Tensor, ...]]:
         """Forward and backward, without what must be around them; it returns dq, dk, dv."""
-        leaves = [provider.view(x).detach().requires_grad_() for x in (self.q, self.k, self.v)]
-        dout, window = provider.view(self.dout), self.options(provider, causal, gradients=True)
-        return lambda: torch.autograd.grad(provider.attend(*leaves, causal, **window), leaves, dout)
+        leaves, attend, dout = self.graph(provider, causal)
+        return lambda: torch.autograd.grad(attend(), leaves, dout)
 
     def exact(self, causal: bool, gradients: bool) -> list[Tensor]:
         """out, or out, dq, dk, dv, of standard attention in float32, each (B, S, H, D).

@@ -64,11 +64,15 @@ class Ask:
         return q, k, v, cu | options
 
     def biases(self, **grad: bool) -> Iterable[Call]:
-        """Every way of broadcasting, and one bias for packed sequences."""
+        """Every way of broadcasting, of 16 and 32 bits."""
         for dtype in (HALF, torch.float32):
             for shape in itertools.product((2, 1), (2, 1), (24, 1), (40, 1)):
                 yield self.dense(bias=self.zeros(*shape, dtype=dtype, **grad))
-            yield self.packed(bias=self.zeros(3, 4, 20, 30, dtype=dtype, **grad))
+
+    def packed_bias(self, **grad: bool) -> Iterable[Call]:
+        """One bias for packed sequences."""
+        types = (HALF, torch.float32)
+        return (self.packed(bias=self.zeros(3, 4, 20, 30, dtype=x, **grad)) for x in types)
 
     def eight_bits(self, dtype: torch.dtype) -> Iterable[Call]:
         """Descales by numbers, by heads, by blocks and channels."""
@@ -116,8 +120,10 @@ FEATURES: dict[str, Callable[[Ask], Iterable[Call]]] = {
     "ALiBi, slopes (H) and (B, H)": lambda a: (
         a.dense(alibi_slopes=a.zeros(*x)) for x in ((2,), (2, 2))
     ),
-    "bias, every broadcast, float32 too": lambda a: a.biases(),
-    "gradient of bias": lambda a: a.biases(requires_grad=True),
+    "bias of a dense batch, every broadcast, float32 too": lambda a: a.biases(),
+    "gradient of such a bias": lambda a: a.biases(requires_grad=True),
+    "bias of packed sequences": lambda a: a.packed_bias(),
+    "gradient of a bias of packed sequences": lambda a: a.packed_bias(requires_grad=True),
     "bool mask": lambda a: [a.dense(bias=a.zeros(2, 1, 1, 40, dtype=torch.bool))],
     "sink": lambda a: [a.dense(sink=a.zeros(2)), a.packed(sink=a.zeros(4))],
     "gradient of sink": lambda a: [a.dense(sink=a.zeros(2, requires_grad=True))],
@@ -128,13 +134,13 @@ FEATURES: dict[str, Callable[[Ask], Iterable[Call]]] = {
     ],
     "deterministic": lambda a: [a.dense(seqlens=(300, 300), deterministic=True)],
 }
-ONLY = {"q and k in int8, v in FP8": BOTH[:1], "gradient of bias": BOTH[1:],
-        "gradient of sink": BOTH[1:]}  # fmt: skip
 
 
 def directions_of(feature: str) -> tuple[str, ...]:
     """Those in which a feature is asked for."""
-    return ONLY.get(feature, BOTH)
+    if feature.startswith("gradient"):
+        return BOTH[1:]
+    return BOTH[:1] if "int8" in feature else BOTH
 
 
 def why_not(feature: str, ask: Ask, variant: str, direction: str) -> str | None:

@@ -22,7 +22,7 @@ Around = Callable[[], AbstractContextManager[object]]
 HOST_ROUNDS, HOST_CALLS = 50, 20  # so few calls in a row that the GPU's queue takes them all
 
 # Seconds of one call back to back. With 0.07, at the power limit, flash-attn 4's backward ran at
-# 1,710 MHz beside others that take less power, and with 0.2 at 1,605 MHz (docs/notes/010).
+# 1,710 MHz beside others that take less power, and with 0.2 at 1,605 MHz.
 LEAST_TURN = 0.4
 
 

@@ -30,7 +30,6 @@ One that does not is called wrong, and has no speed.
 from __future__ import annotations
 
 import argparse
-import gc
 import itertools
 import math
 import statistics
@@ -205,7 +204,7 @@ class Bench:
                 if trainee is None:  # most often: out of memory
                     results[name] |= reason
                     trainees.pop(name, None)
-                    self.release()
+                    common.free_memory(self.device)
                 else:
                     trainees[name] = trainee
         self.judge(config, found, trainees)
@@ -237,11 +236,6 @@ class Bench:
                 "ms": round(seconds * 1e3, 4),
                 "tokens_per_second": round(config.batch * config.seq / seconds, 1),
             }
-
-    def release(self) -> None:
-        """Give unused memory back to the device."""
-        gc.collect()
-        common.free_memory(self.device)
 
 
 def parse() -> argparse.Namespace:
@@ -283,7 +277,7 @@ def main() -> int:
     for model, seqlen in common.progress(sizes, len(sizes), "cells"):
         found = recorder.add(*bench.cell(model, seqlen))["result"]["providers"]
         bad |= any("skipped" in found[n] and "cpu_bound" not in found[n] for n in ours)
-        bench.release()  # one length's models must not crowd out the next
+        common.free_memory(bench.device)
     recorder.close(missing)
     return int(bad)
 

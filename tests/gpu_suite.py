@@ -164,13 +164,14 @@ def not_tests(failures: list[str]) -> list[str]:
 
 def run_failed(folder: Path, report: Path | None = None) -> dict[str, Any]:
     """Run the tests that failed in a report, by default tests.json, again; the results of all."""
+    import gpu_test_report
     import torch
     from gpu_test_report import common
 
     device = torch.device("cuda")
-    report = report or common.result_path(device, "tests.json")
+    report = report or gpu_test_report.result_path(device, "tests.json")
     before = common.read_json(report)
-    if before is None or not common.same_setup(before, common.describe_setup(device)):
+    if before is None or not gpu_test_report.same_setup(before, common.describe_setup(device)):
         sys.exit(f"nothing was run: {report} is of another source or machine, or does not exist")
     if not before["failures"]:
         sys.exit("nothing was run: no test failed")

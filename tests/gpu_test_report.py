@@ -21,13 +21,29 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "benchmarks"))
 
 import common  # noqa: E402
+import results  # noqa: E402
+
+# What must be equal for a test report to be of this machine and source.
+SAME_SETUP = ("device", "torch", "cuda", "cudnn", "driver", "digest")
+
+
+def result_path(device: torch.device, name: str) -> Path:
+    """benchmarks/results/<device>/<name>; creates the folder."""
+    path = common.RESULTS / results.slug(device) / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def same_setup(a: common.Json, b: common.Json) -> bool:
+    """Whether two reports come from the same device, versions and sources."""
+    return all(a.get(key) == b.get(key) for key in SAME_SETUP)
 
 
 def write(name: str, content: common.Json, to: Path | None = None) -> Path:
     """Write benchmarks/results/<gpu>/<name>, or `to`, with the machine's description; returns the
     path."""
     device = torch.device("cuda")
-    path = to or common.result_path(device, name)
+    path = to or result_path(device, name)
     common.write_json(path, common.describe_setup(device) | content)
     return path
 

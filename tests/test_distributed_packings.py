@@ -233,10 +233,10 @@ def check_ops(ranks: int, device: str) -> None:
     """A new packing of a thousand documents takes the host few ops."""
     import packings as benchmark
 
-    args = benchmark.parse(["--tokens", "131072"])
+    args = benchmark.parse(["--tokens", "131072", "--alone", str(ranks)])
     every = benchmark.packings(args)
     for (layout, method), most in MOST_OPS.items():
-        steps = benchmark.Alone(args, torch.device(device), method, layout)
+        steps = benchmark.Steps(args, torch.device(device), method, layout)
         tokens = torch.zeros(args.tokens, dtype=torch.int64)
 
         def ops(
@@ -461,19 +461,7 @@ def test_two_ranks() -> None:
 def check_benchmark(ranks: int, device: str) -> None:
     import packings as benchmark
 
-    small = [
-        "--tokens",
-        "300",
-        "--documents",
-        "6",
-        "--heads",
-        "2",
-        "2",
-        "--dim",
-        "8",
-        "--steps",
-        "2",
-    ]
+    small = ["--tokens", "300", "--documents", "6", "--heads", "2", "2", "--dim", "8"]
     args = benchmark.parse([*small, "--steps", "2", "--warm-up", "0"])
     found = benchmark.work(args, torch.device(device))
     assert len(found["cells"]) == len(benchmark.METHODS) * len(benchmark.LAYOUTS)

@@ -139,7 +139,7 @@ def test_what_did_not_run_again_replaces_nothing(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "GPU")
     monkeypatch.setattr(common, "describe_setup", lambda device: {})
     monkeypatch.setattr(gpu_suite, "run", lambda *_: result)
-    path = common.result_path(torch.device("cuda"), "tests.json")
+    path = gpu_test_report.result_path(torch.device("cuda"), "tests.json")
     common.write_json(path, {"failures": before, "counts": {}})
     with pytest.raises(SystemExit, match=message):
         gpu_suite.run_failed(tmp_path)
@@ -148,7 +148,10 @@ def test_what_did_not_run_again_replaces_nothing(
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """A made-up device, whose results go to a folder of this test."""
-    setup = dict.fromkeys(common.SAME_SETUP, "x") | {"device": "NVIDIA H200", "date": "2026"}
+    setup = dict.fromkeys(gpu_test_report.SAME_SETUP, "x") | {
+        "device": "NVIDIA H200",
+        "date": "2026",
+    }
     monkeypatch.setattr(common, "RESULTS", tmp_path)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
     monkeypatch.setattr(common, "describe_setup", lambda device: setup)

@@ -85,16 +85,6 @@ def of_walkthrough(part: Callable[[Path], str]) -> Section:
     return lambda: (part(folder) if (folder := main_gpu()) else "") or NOWHERE
 
 
-def picture(name: str) -> Section:
-    """A figure of the walkthrough."""
-    return of_walkthrough(lambda folder: "".join(figures.pictures(folder, WALKTHROUGH, name)))
-
-
-def gains(after: str, before: str) -> Section:
-    """A table of the walkthrough."""
-    return of_walkthrough(lambda folder: speed.gains(folder, after, before))
-
-
 def pages_section() -> str:
     """Links to the appendix."""
     return (
@@ -116,11 +106,13 @@ DOCUMENTS: dict[str, dict[str, Section]] = {
         "pages": pages_section,
     },
     str(WALKTHROUGH): {
-        "tiling": gains("fa1", "standard"),
-        "recomputation": picture("memory"),
-        "fa2": gains("fa2", "fa1"),
-        "fa3": gains("fa3", "fa2"),
-        "all": picture("speed"),
+        "tiling": of_walkthrough(lambda p: speed.gains(p, "fa1", "standard")),
+        "recomputation": of_walkthrough(
+            lambda p: "".join(figures.pictures(p, WALKTHROUGH, "memory"))
+        ),
+        "fa2": of_walkthrough(lambda p: speed.gains(p, "fa2", "fa1")),
+        "fa3": of_walkthrough(lambda p: speed.gains(p, "fa3", "fa2")),
+        "all": of_walkthrough(lambda p: "".join(figures.pictures(p, WALKTHROUGH, "speed"))),
     },
 }
 

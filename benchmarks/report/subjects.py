@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cells import GRID
 from common import Json
-from options import MEASURED, MIXED, OPTIONS, PLAIN, REPEATS, TABLES
+from options import BIAS_PEERS, MEASURED, MIXED, OPTIONS, PLAIN, REPEATS, TABLES
 from providers import LABELS
 
 from .tables import NO, Entry, load, mask_of, pivot, provenance, select, size_name
@@ -117,9 +117,11 @@ def training_section(folder: Path) -> Iterator[str]:
 # ------------------------------------------------------------------------------------- options
 def options_section(folder: Path) -> Iterator[str]:
     """What options and mixed lengths cost, and gradients that repeat bit by bit."""
-    rows = select(load("options", folder), table=TABLES)
+    every = load("options", folder)
+    rows = select(every, table=TABLES[:3])
     if not rows:
         return
+    head_dims = sorted({c["d"] for c in select(rows, table="options")})
 
     def ratio(name: str, variant: str, direction: str, d: int) -> str:
         cells = select(rows, table="options", variant=variant, direction=direction, d=d)
@@ -130,7 +132,7 @@ def options_section(folder: Path) -> Iterator[str]:
     def options() -> Iterator[Entry]:
         for name in OPTIONS:
             for variant, direction in MEASURED:
-                for d in sorted({c["d"] for c in rows}):
+                for d in head_dims:
                     text = ratio(name, variant, direction, d)
                     if name != PLAIN and text != NO:
                         yield (f"{name}: {OPTIONS[name]}",), f"{variant} {direction}, d {d}", text
@@ -152,7 +154,7 @@ def options_section(folder: Path) -> Iterator[str]:
                     if "tflops" in (r := c["results"].get(name, {})):
                         yield line, label, f"{r['tflops']:.0f}"
 
-    columns = (f"{v} {way}, d {d}" for v, way in MEASURED for d in sorted({c["d"] for c in rows}))
+    columns = (f"{v} {way}, d {d}" for v, way in MEASURED for d in head_dims)
     first = rows[0]
     yield (
         f"{provenance(rows)}. Time over that of the plain call, full / causal: {first['dtype']}, B"
@@ -171,6 +173,35 @@ def options_section(folder: Path) -> Iterator[str]:
             f" {m['longest']} tokens, {m['tokens']} in all, {GRID['hidden']} // d heads."
         )
         yield pivot(["TFLOP/s"], mixed())
+    if biases := select(every, table="bias"):
+        yield (
+            f"A bias (1, H, S, S), {biases[0]['dtype']}: {provenance(biases)}. µs; backward with"
+            " the bias's gradient, but for the call without a bias. The peers are SDPA's"
+            " efficient and cuDNN backends; both directions of the faster one that has both."
+        )
+        yield bias_table(biases)
+
+
+def bias_table(cells: list[Json]) -> str:
+    """Both directions of each shape, and a peer's time of both over fa3's."""
+    sums: dict[str, dict[str, list[float]]] = {}
+
+    def entries() -> Iterator[Entry]:
+        for c in sorted(cells, key=lambda c: c["d"]):
+            ms = {name: r["ms"] for name, r in c["results"].items() if "ms" in r}
+            shape = f"{c['batch']} x {c['seqlen']}, {c['heads']} heads of {c['d']}"
+            both = sums.setdefault(shape, {})
+            for name, x in ms.items():
+                both.setdefault(name, []).append(x)
+            ms["fastest peer"] = min(ms[n] for n in BIAS_PEERS if n in ms)
+            for name in (PLAIN, "fa3", "fa2", "fastest peer"):
+                yield (shape,), f"{c['direction']}, {name}", f"{ms[name] * 1e3:,.0f}"
+        for shape, both in sums.items():
+            peers = [sum(both[n]) for n in BIAS_PEERS if len(both.get(n, ())) == len(PASSES)]
+            if peers:
+                yield (shape,), "both, peer over fa3", f"{min(peers) / sum(both['fa3']):.2f}"
+
+    return pivot(["shape"], entries())
 
 
 # ----------------------------------------------------------------------------------- many GPUs
