@@ -42,6 +42,7 @@ struct Options {
     std::optional<Tensor> q_descale;
     std::optional<Tensor> k_descale;
     std::optional<Tensor> v_descale;
+    bool v_transposed = false;
     std::optional<torch::headeronly::ScalarType> out_dtype;
     bool deterministic = false;
     std::string variant = "auto";
@@ -50,7 +51,8 @@ struct Options {
     auto fields() {
         return std::tie(scale, causal, window_left, window_right, softcap, alibi_slopes, bias, sink,
                         cu_seqlens_q, cu_seqlens_k, seqused_k, page_table, dropout_p, rng_state,
-                        q_descale, k_descale, v_descale, out_dtype, deterministic, variant);
+                        q_descale, k_descale, v_descale, v_transposed, out_dtype, deterministic,
+                        variant);
     }
 };
 

@@ -2,8 +2,8 @@
 // e4m3, Q and K are e4m3 or int8; scores of int8 accumulate in int32. Roles and loop are as in
 // forward.cuh, with these differences:
 //
-// - 8-bit wgmma reads both operands K-major. So V is transposed before, by a kernel of its own
-//   (fp8/transpose_v.cuh), and a warp of the first warpgroup loads V^T. If there are few queries, a
+// - 8-bit wgmma reads both operands K-major. So the call has V^T, or another kernel makes it before
+//   (fp8/transpose_v.cuh), and a warp of the first warpgroup loads it. If there are few queries, a
 //   pass over all of V would take too long: K's producer also loads V, and two warps of the first
 //   warpgroup transpose it (tile/transpose.cuh). Either way these warps copy V's descales, too.
 // - The tensor core keeps only some 14 bits of a sum. So P V of one tile is computed from zero, in
@@ -63,10 +63,10 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         typename Tiles::QTile, typename Tiles::QPipeline, typename Tiles::KPipeline,
         typename Tiles::VPipeline, typename Tiles::VTile, typename Tiles::WorkTileState;
     static constexpr bool kInt8 = std::is_same_v<QKElement, Int8>;
-    static constexpr bool kTransposesV = kTuning.transposes_v;
-    static constexpr int kProducerRegisters = kTransposesV ? 56 : 40;
+    static constexpr bool kMayTransposeV = kTuning.transposes_v;
+    static constexpr int kProducerRegisters = kMayTransposeV ? 56 : 40;
     static constexpr int kConsumerRegisters = Tiles::consumer_registers(kProducerRegisters);
-    static constexpr int kWarpsOfV = kTransposesV ? 2 : 1;     // of the first warpgroup
+    static constexpr int kWarpsOfV = kMayTransposeV ? 2 : 1;     // of the first warpgroup
     static constexpr int kPartialCols = kTuning.partial_cols;  // of O that one P V computes
 
     using TransposedVTile = SharedTile<Float8, kHeadDimV, kBlockKV>;
@@ -85,7 +85,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
     using Probabilities = typename Softmax::Probabilities;
 
     struct SharedStorage : Tiles::SharedStorage,
-                           std::conditional_t<kTransposesV, RowMajorV, Nothing> {
+                           std::conditional_t<kMayTransposeV, RowMajorV, Nothing> {
         // A barrier for each consumer: its turn to compute exponentials.
         uint64_t turns[kConsumers];
         int zero;  // is 0, which the compiler does not know
@@ -106,8 +106,9 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
     static constexpr bool kWholeKBlocks = kBlockKV % kDescaleRows == 0;
 
     FLASH_DEVICE void init() const {
-        this->init_pipelines(kWarpsOfV, 1 + kWarpsOfV);  // Q's producer and V's read work tiles
-        if constexpr (kTransposesV) row_major_v().init(kWarpsOfV);
+        // Q's producer and V's read work tiles.
+        this->init_pipelines(transposes_v() ? kWarpsOfV : 1, 1 + kWarpsOfV);
+        if constexpr (kMayTransposeV) row_major_v().init(kWarpsOfV);
         for (uint64_t& full : storage.v_descales_full)
             ptx::mbarrier_init(ptx::shared_address(&full), 32 * kWarpsOfV);
         if (!kTuning.ping_pong)
@@ -117,6 +118,9 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
 
     // --- Producers ---
 
+    // Does the kernel transpose V? Not if the call has V^T.
+    FLASH_DEVICE bool transposes_v() const { return kMayTransposeV && !params.v_transposed; }
+
     FLASH_DEVICE RowMajorVPipeline row_major_v() const {
         return {storage.v_row_major, storage.v_row_major_barriers};
     }
@@ -125,7 +129,8 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         typename RowMajorVPipeline::State v;
         if (warp_id() == 0)
             this->produce_k([&](const QueryTile& tile, int first_key) {
-                if constexpr (kTransposesV) load_row_major_v(tile, first_key, v);
+                if constexpr (kMayTransposeV)
+                    if (transposes_v()) load_row_major_v(tile, first_key, v);
             });
         if (warp_id() == 3) this->produce_q();
     }
@@ -144,7 +149,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
 
     // V^T and V's descales, by all lanes of kWarpsOfV warps.
     FLASH_DEVICE void produce_v() const {
-        if (!kTransposesV) ptx::wait_for_grid_before();  // for V^T
+        if (!transposes_v()) ptx::wait_for_grid_before();  // for V^T
         typename RowMajorVPipeline::State from;
         typename VPipeline::State to;
         for (WorkTileState t;; end_work_tile(t)) {
@@ -152,11 +157,13 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
             const QueryTile& tile = work_tiles[t];
             if (tile.first_query < 0) return;
             load_v_descales(tile, t);
-            if constexpr (kTransposesV) {
-                transpose_v(tile, from, to);
-            } else if (elected) {
-                load_transposed_v(tile, to);
+            if constexpr (kMayTransposeV) {
+                if (transposes_v()) {
+                    transpose_v(tile, from, to);
+                    continue;
+                }
             }
+            if (warp_id() == 1 && elected) load_transposed_v(tile, to);
         }
     }
 
@@ -180,7 +187,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
     FLASH_DEVICE void load_transposed_v(const QueryTile& tile, typename VPipeline::State& v) const {
         const Sequence& s = tile.sequence;
         const TensorColumns columns =
-            tensor_columns(transposed_v_offset(params, s, key_head(params, tile.head)), s.seqlen_k);
+            tensor_columns(transposed_v_offset(params.v, s, key_head(params, tile.head)), s.seqlen_k);
         for (int i = tile.kv_tiles.end - 1; i >= tile.kv_tiles.begin; --i, v.advance()) {
             v_pipeline.producer_acquire(v);
             v_pipeline.producer_expect(v, TransposedVTile::kBytes);
@@ -188,11 +195,11 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
                                           tile.kv_tiles.tile(i) * kBlockKV);
         }
     }
-    static cudaError_t encode_v_map(Fa3ForwardParams& params, const ForwardKernel& kernel) {
-        if constexpr (kTransposesV) return Tiles::encode_v_map(params, kernel);
-        void* v = params.seqlen_k > 0 ? kernel.v_transposed : params.v.data;  // any address
-        return encode_transposed_map<TransposedVTile>(params.v_map, v, params.head_dim_v,
-                                                      max_of<int64_t>(channel_bytes(params), 16));
+    static cudaError_t encode_v_map(Fa3ForwardParams& params) {
+        if (kMayTransposeV && !params.v_transposed) return Tiles::encode_v_map(params);
+        return encode_transposed_map<TransposedVTile>(params.v_map, params.v.data,
+                                                      params.head_dim_v,
+                                                      max_of<int64_t>(params.v.row_stride, 16));
     }
 
     // From V tiles that K's producer has loaded.
