@@ -66,7 +66,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
     static constexpr bool kMayTransposeV = kTuning.transposes_v;
     static constexpr int kProducerRegisters = kMayTransposeV ? 56 : 40;
     static constexpr int kConsumerRegisters = Tiles::consumer_registers(kProducerRegisters);
-    static constexpr int kWarpsOfV = kMayTransposeV ? 2 : 1;     // of the first warpgroup
+    static constexpr int kTransposingWarps = 2;  // of the first warpgroup
     static constexpr int kPartialCols = kTuning.partial_cols;  // of O that one P V computes
 
     using TransposedVTile = SharedTile<Float8, kHeadDimV, kBlockKV>;
@@ -106,11 +106,10 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
     static constexpr bool kWholeKBlocks = kBlockKV % kDescaleRows == 0;
 
     FLASH_DEVICE void init() const {
-        // Q's producer and V's read work tiles.
-        this->init_pipelines(transposes_v() ? kWarpsOfV : 1, 1 + kWarpsOfV);
-        if constexpr (kMayTransposeV) row_major_v().init(kWarpsOfV);
+        this->init_pipelines(warps_of_v(), 1 + warps_of_v());  // Q's producer and V's read tiles
+        if constexpr (kMayTransposeV) row_major_v().init(kTransposingWarps);
         for (uint64_t& full : storage.v_descales_full)
-            ptx::mbarrier_init(ptx::shared_address(&full), 32 * kWarpsOfV);
+            ptx::mbarrier_init(ptx::shared_address(&full), 32 * warps_of_v());
         if (!kTuning.ping_pong)
             for (int i = 0; i < kConsumers; ++i) ptx::mbarrier_init(turn_of(i), 128);
         storage.zero = 0;
@@ -120,6 +119,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
 
     // Does the kernel transpose V? Not if the call has V^T.
     FLASH_DEVICE bool transposes_v() const { return kMayTransposeV && !params.v_transposed; }
+    FLASH_DEVICE int warps_of_v() const { return transposes_v() ? kTransposingWarps : 1; }
 
     FLASH_DEVICE RowMajorVPipeline row_major_v() const {
         return {storage.v_row_major, storage.v_row_major_barriers};
@@ -135,7 +135,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         if (warp_id() == 3) this->produce_q();
     }
     FLASH_DEVICE void produce_by_warps() const {
-        if (warp_id() > 0 && warp_id() <= kWarpsOfV) produce_v();
+        if (warp_id() > 0 && warp_id() <= warps_of_v()) produce_v();
     }
 
     FLASH_DEVICE void load_row_major_v(const QueryTile& tile, int first_key,
@@ -147,7 +147,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         v.advance();
     }
 
-    // V^T and V's descales, by all lanes of kWarpsOfV warps.
+    // V^T and V's descales, by all lanes of warps_of_v() warps.
     FLASH_DEVICE void produce_v() const {
         if (!transposes_v()) ptx::wait_for_grid_before();  // for V^T
         typename RowMajorVPipeline::State from;
@@ -163,7 +163,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
                     continue;
                 }
             }
-            if (warp_id() == 1 && elected) load_transposed_v(tile, to);
+            if (elected) load_transposed_v(tile, to);
         }
     }
 
@@ -172,7 +172,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
     FLASH_DEVICE void load_v_descales(const QueryTile& tile, const WorkTileState& t) const {
         const float* source = descales_of(params.v_descale, tile, tile.head);
         const int64_t stride = source == &kNoDescale ? 0 : params.v_descale.last_stride;
-        for (int i = threadIdx.x - 32; i < params.head_dim_v; i += 32 * kWarpsOfV)
+        for (int i = threadIdx.x - 32; i < params.head_dim_v; i += 32 * warps_of_v())
             ptx::st_shared(v_descales(t) + 4 * i, __float_as_uint(__ldg(source + i * stride)));
         ptx::mbarrier_arrive(v_descales_full(t));
     }
@@ -211,8 +211,8 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         for (int i = 0; i < tiles; ++i) {
             row_major.consumer_wait(from);
             v_pipeline.producer_acquire(to);
-            transpose_fp8<VTile, TransposedVTile, kWarpsOfV>(row_major.stage(from),
-                                                             v_pipeline.stage(to), warp_id() - 1);
+            transpose_fp8<VTile, TransposedVTile, kTransposingWarps>(
+                row_major.stage(from), v_pipeline.stage(to), warp_id() - 1);
             ptx::fence_proxy_async();  // wgmma will read what was stored
             __syncwarp();
             if (elected) v_pipeline.producer_commit(to);

@@ -31,7 +31,7 @@ struct dim3 {
     unsigned x = 1, y = 1, z = 1;
     dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
 };
-extern dim3 threadIdx, blockIdx, gridDim;
+extern dim3 threadIdx, blockIdx, gridDim, blockDim;
 
 struct alignas(8) float2 {
     float x, y;

@@ -4,7 +4,7 @@
 #include "cuda_runtime.h"
 #include "ptx/shared.cuh"
 
-dim3 threadIdx, blockIdx, gridDim;
+dim3 threadIdx, blockIdx, gridDim, blockDim;
 
 namespace flash_ext {
 
