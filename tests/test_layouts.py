@@ -430,6 +430,12 @@ def test_v_is_transposed(keys: int, cols: int, layouts: ModuleType) -> None:
     assert layouts.transposed(keys, cols, v) == expected
 
 
+def test_unused_keys_of_a_group_are_cleared(layouts: ModuleType) -> None:
+    for keys in range(17):
+        bits = struct.pack("<4I", *(layouts.bits_of_keys(t, keys) for t in range(4)))
+        assert bits == bytes(255 * (key_at(byte) < keys) for byte in range(16))
+
+
 def key_at(byte: int) -> int:
     """The key of a byte of a row of V^T."""
     return 16 * (byte // 16) + 8 * (byte // 2 % 2) + byte // 4 % 4 * 2 + byte % 2

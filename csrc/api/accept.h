@@ -260,16 +260,16 @@ inline std::optional<Sizes> sizes_of(const Tensor& q, const Tensor& k, const Ten
         .head_dim = q.size(dims - 1),
         .head_dim_v = v.size(dims_k - (options.v_transposed ? 2 : 1))};
     if (options.v_transposed && (has_pages || !has_8_bits(dtype))) return std::nullopt;
-    const bool agree = (dtype_k == dtype || (has_16_bits(dtype) && has_8_bits(dtype_k))) &&
-                       is_of(k, device, dtype_k, sizes.key_rows(sizes.head_dim)) &&
-                       is_of(v, device, dtype_v,
-                             options.v_transposed ? sizes.v_transposed()
-                                                  : sizes.key_rows(sizes.head_dim_v)) &&
-                       sizes.heads_k > 0 && sizes.heads_q % sizes.heads_k == 0 &&
-                       (has_pages || cu_q.has_value() == cu_k.has_value()) &&
-                       is_plain_or_none(cu_q, device, ScalarType::Int, {sizes.batch + 1}) &&
-                       is_plain_or_none(cu_k, device, ScalarType::Int, {sizes.batch + 1}) &&
-                       is_plain_or_none(options.seqused_k, device, ScalarType::Int, {sizes.batch});
+    const bool agree =
+        (dtype_k == dtype || (has_16_bits(dtype) && has_8_bits(dtype_k))) &&
+        is_of(k, device, dtype_k, sizes.key_rows(sizes.head_dim)) &&
+        is_of(v, device, dtype_v,
+              options.v_transposed ? sizes.v_transposed() : sizes.key_rows(sizes.head_dim_v)) &&
+        sizes.heads_k > 0 && sizes.heads_q % sizes.heads_k == 0 &&
+        (has_pages || cu_q.has_value() == cu_k.has_value()) &&
+        is_plain_or_none(cu_q, device, ScalarType::Int, {sizes.batch + 1}) &&
+        is_plain_or_none(cu_k, device, ScalarType::Int, {sizes.batch + 1}) &&
+        is_plain_or_none(options.seqused_k, device, ScalarType::Int, {sizes.batch});
     return agree ? std::optional(sizes) : std::nullopt;
 }
 

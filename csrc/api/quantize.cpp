@@ -100,13 +100,12 @@ std::optional<QuantizeParams> accept_quantize(const Tensor& x, const std::string
     params->blocks = static_cast<int>(options.blocks);
     const bool of_blocks = params->scales == Scales::kBlock;
     const int64_t blocks = ceil_div<int64_t>(x.size(x.dim() - 3), kScaleRows);
-    const bool accepted =
-        (dtype == ScalarType::Float8_e4m3fn || (params->to_int8 && of_blocks)) &&
-        !((params->scales == Scales::kChannel || options.transposed) &&
-          (options.signs || options.mean)) &&
-        !(of_blocks && options.transposed) &&
-        options.blocks >= 0 && options.blocks < int64_t{1} << 31 &&
-        (!of_blocks || options.cu_seqlens || options.blocks == blocks);
+    const bool accepted = (dtype == ScalarType::Float8_e4m3fn || (params->to_int8 && of_blocks)) &&
+                          !((params->scales == Scales::kChannel || options.transposed) &&
+                            (options.signs || options.mean)) &&
+                          !(of_blocks && options.transposed) && options.blocks >= 0 &&
+                          options.blocks < int64_t{1} << 31 &&
+                          (!of_blocks || options.cu_seqlens || options.blocks == blocks);
     return accepted ? params : std::nullopt;
 }
 

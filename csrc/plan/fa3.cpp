@@ -251,9 +251,9 @@ void plan_fa3_forward(ForwardPlan& plan) {
     if (fp8 && !shape.transposes_v && !params.v_transposed) {
         kernel.row_major_v = params.v;
         params.v_transposed = true;
-        params.v = transposed_view(nullptr, params.heads_k, params.head_dim_v,
-                                   transposed_keys(params.seqlen_k, params.batch,
-                                                   params.cu_seqlens_k != nullptr));
+        params.v = transposed_view(
+            nullptr, params.heads_k, params.head_dim_v,
+            transposed_keys(params.seqlen_k, params.batch, params.cu_seqlens_k != nullptr));
         plan.workspace.reserve(params.v.data, tensor_batches(params) * params.v.batch_stride);
     }
     // Packed GQA goes the way of splits, unless a CTA has one tile (store_tile()).

@@ -132,6 +132,7 @@ void list_members(bool given_v_t) {
     FLASH_MEMBER("barrier", "dS", ds_barriers)
     FLASH_MEMBER("barrier", "turn", turns)
     FLASH_MEMBER("barrier", "full(V's descales)", v_descales_full)
+    FLASH_MEMBER("barrier", "full(partial V)", partial_full)
     FLASH_MEMBER("data", "Q", q)
     FLASH_MEMBER("data", "K", k)
     FLASH_MEMBER("data", "V", v)

@@ -709,6 +709,7 @@ PYBIND11_MODULE(flash_ext_layouts, m) {
         return keys == 64 ? transposed<64, 64>(v) : transposed<192, 256>(v);
     });
     m.def("transposed_v", &transposed_v<Float8>);
+    m.def("bits_of_keys", &bits_of_keys);
     m.def("quantized_v", &transposed_v<Half>);
     m.def("load_columns", &load_columns);
     m.def("key_descales", &key_descales);

@@ -330,16 +330,16 @@ struct Problem {
         ForwardParams& params = plan.params;
         fill(params);
         make_plan(plan, *find_device(gpu));
-        Planned found = planned(plan, {{"out_accum", &params.out_accum},
-                                       {"row_statistics", &params.row_statistics},
-                                       {"o_partial", &params.o_partial},
-                                       {"statistics_partial", &params.statistics_partial},
-                                       {"counters", &params.counters},
-                                       {"q", &params.q.data},
-                                       {"k", &params.k.data},
-                                       {plan.kernel.row_major_v ? "v_transposed" : "v",
-                                        &params.v.data},
-                                       {"out", &params.out.data}});
+        Planned found =
+            planned(plan, {{"out_accum", &params.out_accum},
+                           {"row_statistics", &params.row_statistics},
+                           {"o_partial", &params.o_partial},
+                           {"statistics_partial", &params.statistics_partial},
+                           {"counters", &params.counters},
+                           {"q", &params.q.data},
+                           {"k", &params.k.data},
+                           {plan.kernel.row_major_v ? "v_transposed" : "v", &params.v.data},
+                           {"out", &params.out.data}});
         found.num_splits = params.num_splits;
         found.pack_gqa_log2 = params.pack_gqa_log2;
         found.tile = plan.kernel.decode_tile ? static_cast<int>(*plan.kernel.decode_tile)

@@ -24,6 +24,10 @@
 //                       of its exponentials
 //   full(V's descales)  32: each thread of the warp that is  consumers, before they store O
 //                       V's producer
+//   full(V)             1: its producer; and TMA's bytes,    consumers, before P V
+//                       unless those of a partial V
+//   full(partial V)     1: V's producer; and TMA's bytes     V's producer, before it clears the
+//                                                            unused keys of the last group of 16
 //
 // In a kernel that transposes V
 //
@@ -66,7 +70,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
     static constexpr bool kMayTransposeV = kTuning.transposes_v;
     static constexpr int kProducerRegisters = kMayTransposeV ? 56 : 40;
     static constexpr int kConsumerRegisters = Tiles::consumer_registers(kProducerRegisters);
-    static constexpr int kTransposingWarps = 2;  // of the first warpgroup
+    static constexpr int kTransposingWarps = 2;                // of the first warpgroup
     static constexpr int kPartialCols = kTuning.partial_cols;  // of O that one P V computes
 
     using TransposedVTile = SharedTile<Float8, kHeadDimV, kBlockKV>;
@@ -88,7 +92,8 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
                            std::conditional_t<kMayTransposeV, RowMajorV, Nothing> {
         // A barrier for each consumer: its turn to compute exponentials.
         uint64_t turns[kConsumers];
-        int zero;  // is 0, which the compiler does not know
+        int zero;               // is 0, which the compiler does not know
+        uint64_t partial_full;  // of a tile of V^T whose last group of keys has unused ones
         // V's descales of each Q tile, in the stages of their descriptions.
         uint64_t v_descales_full[Tiles::WorkTiles::kStages];
         alignas(sizeof(float2)) float v_descales[Tiles::WorkTiles::kStages][kHeadDimV];
@@ -112,6 +117,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
             ptx::mbarrier_init(ptx::shared_address(&full), 32 * warps_of_v());
         if (!kTuning.ping_pong)
             for (int i = 0; i < kConsumers; ++i) ptx::mbarrier_init(turn_of(i), 128);
+        if (!transposes_v()) ptx::mbarrier_init(partial_full(), 1);
         storage.zero = 0;
     }
 
@@ -152,6 +158,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         if (!transposes_v()) ptx::wait_for_grid_before();  // for V^T
         typename RowMajorVPipeline::State from;
         typename VPipeline::State to;
+        uint32_t partial = 0;
         for (WorkTileState t;; end_work_tile(t)) {
             work_tiles.descriptions.consumer_wait(t);
             const QueryTile& tile = work_tiles[t];
@@ -163,7 +170,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
                     continue;
                 }
             }
-            if (elected) load_transposed_v(tile, to);
+            load_transposed_v(tile, to, partial);
         }
     }
 
@@ -180,19 +187,48 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
     FLASH_DEVICE uint32_t v_descales(const WorkTileState& t) const {
         return ptx::shared_address(storage.v_descales[t.stage]);
     }
+    FLASH_DEVICE uint32_t partial_full() const {
+        return ptx::shared_address(&storage.partial_full);
+    }
     FLASH_DEVICE uint32_t v_descales_full(const WorkTileState& t) const {
         return ptx::shared_address(&storage.v_descales_full[t.stage]);
     }
 
-    FLASH_DEVICE void load_transposed_v(const QueryTile& tile, typename VPipeline::State& v) const {
+    // `partial`: the parity of the next group of keys that are not all in use.
+    FLASH_DEVICE void load_transposed_v(const QueryTile& tile, typename VPipeline::State& v,
+                                        uint32_t& partial) const {
         const Sequence& s = tile.sequence;
-        const TensorColumns columns =
-            tensor_columns(transposed_v_offset(params.v, s, key_head(params, tile.head)), s.seqlen_k);
+        const TensorColumns columns = tensor_columns(
+            transposed_v_offset(params.v, s, key_head(params, tile.head)), s.seqlen_k);
         for (int i = tile.kv_tiles.end - 1; i >= tile.kv_tiles.begin; --i, v.advance()) {
-            v_pipeline.producer_acquire(v);
-            v_pipeline.producer_expect(v, TransposedVTile::kBytes);
-            columns.load<TransposedVTile>(params.v_map, v_pipeline.stage(v), v_pipeline.full(v),
-                                          tile.kv_tiles.tile(i) * kBlockKV);
+            const int first_key = tile.kv_tiles.tile(i) * kBlockKV;
+            const int keys = s.seqlen_k - first_key;
+            const bool is_partial = keys < kBlockKV && keys % kKeyGroup != 0;
+            const uint32_t full = is_partial ? partial_full() : v_pipeline.full(v);
+            if (elected) {
+                v_pipeline.producer_acquire(v);
+                ptx::mbarrier_arrive_expect(full, TransposedVTile::kBytes);
+                columns.load<TransposedVTile>(params.v_map, v_pipeline.stage(v), full, first_key);
+            }
+            if (!is_partial) continue;
+            ptx::mbarrier_wait(full, partial);
+            partial ^= 1;
+            clear_unused_keys(v_pipeline.stage(v), keys);
+            ptx::fence_proxy_async();  // wgmma will read what was stored
+            __syncwarp();
+            if (elected) v_pipeline.producer_commit(v);
+        }
+    }
+
+    // What V^T has of them may be NaN, also times a P of 0. TMA loads whole groups of keys.
+    FLASH_DEVICE void clear_unused_keys(uint32_t stage, int keys) const {
+        for (int channel = threadIdx.x % 32; channel < kHeadDimV; channel += 32) {
+            const uint32_t group = stage + TransposedVTile::offset(channel, keys / kKeyGroup);
+            uint32_t x[4];
+            ptx::ld_shared_v4(x, group);
+#pragma unroll
+            for (int t = 0; t < 4; ++t) x[t] &= bits_of_keys(t, keys % kKeyGroup);
+            ptx::st_shared_v4(group, x);
         }
     }
     static cudaError_t encode_v_map(Fa3ForwardParams& params) {
