@@ -105,7 +105,7 @@ def _swapped(q: Tensor, k: Tensor, v: Tensor, runs: bool, options: dict[str, Any
     some correct calls. So there must be more heads than any model has, or a call that does not run
     and would run if swapped back.
     """
-    if "page_table" in options:
+    if "page_table" in options or "v_transposed" in options:
         return None
     if any(x.dim() != (3 if "cu_seqlens_q" in options else 4) for x in (q, k, v)):
         return None

@@ -9,10 +9,9 @@ Or step by step, for example to quantize k and v once for many calls:
     k8, k_descale = flash_ext.fp8.quantize(
         k, torch.int8, signs=signs, mean=flash_ext.fp8.token_mean(k)
     )
-    v8, v_descale = flash_ext.fp8.quantize(v, scales="channel")
-    out = flash_ext.attention(
-        q8, k8, v8, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale
-    )
+    v8, v_descale = flash_ext.fp8.quantize(v, scales="channel", transposed=True)
+    descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    out = flash_ext.attention(q8, k8, v8, v_transposed=True, **descales)
 
 Three things keep the error small. *Scales* of few elements leave an outlier few neighbors to spoil.
 A *rotation* of q and k, by random signs and a Hadamard matrix, spreads an outlier over its row and
@@ -115,6 +114,7 @@ def quantize(
     cu_seqlens: Tensor | None = None,
     seqused: Tensor | None = None,
     max_seqlen: int | None = None,
+    transposed: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """x in 8 bits and its scales: x - mean, rotated, is x_8bit * descale up to rounding.
 
@@ -145,8 +145,13 @@ def quantize(
         max_seqlen: of packed sequences with scales="block", no less than their longest: the last
             dimension of descale is ceil(max_seqlen / 128). None takes the number of all rows.
 
+        transposed: of v, with the keys of a channel side by side, for the option `v_transposed` of
+            `flash_ext.attention`: (B, H, D, keys), packed (H, D, keys), as
+            `flash_ext.cpu.transposed_v` describes. It costs no more, and spares the kernels a pass.
+            Not with scales="block", signs or mean.
+
     Returns:
-        x_8bit in dtype, contiguous, of x's shape; descale, float32, contiguous.
+        x_8bit in dtype, contiguous, of x's shape unless transposed; descale, float32, contiguous.
 
     Examples:
         >>> x = torch.randn(2, 200, 4, 16, dtype=torch.bfloat16)
@@ -172,6 +177,7 @@ def quantize(
         seqused=seqused,
         blocks=blocks,
         dtype=dtype,
+        transposed=transposed,
     )
 
 
@@ -220,6 +226,7 @@ _NEVER_GIVEN = {
     "q_descale": "quantization makes it",
     "k_descale": "quantization makes it",
     "v_descale": "quantization makes it",
+    "v_transposed": "quantization makes it so",
 }
 """Options of `flash_ext.attention` that are refused, and why."""
 
@@ -244,7 +251,7 @@ def _check(tensors: dict[str, Tensor], packed: bool, options: dict[str, Any]) ->
     for name, value in options.items():
         if name not in _KNOWN_OPTIONS:
             raise unknown_option(name)
-        if name in _NEVER_GIVEN and value is not None:
+        if name in _NEVER_GIVEN and value is not None and value is not False:
             _refuse_option(name, _NEVER_GIVEN[name])
     for option, name in (("dropout_p", "dropout"), ("softcap", "softcap")):
         if options.get(option, 0.0) != 0:
@@ -373,8 +380,9 @@ def _attend_without_gradient(
     k_8bit, k_descale = quantize(
         k, dtype, signs=signs, mean=mean, max_seqlen=max_seqlens[1], **of_k
     )
-    v_fp8, v_descale = quantize(v, scales="channel", **of_k)
+    v_fp8, v_descale = quantize(v, scales="channel", transposed=True, **of_k)
     options = options | {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    options["v_transposed"] = True
     if options.get("out_dtype") is None:
         options["out_dtype"] = q.dtype
     if cu_seqlens_q is not None:
@@ -510,7 +518,7 @@ def attention(
         variant: of the forward pass, as in `flash_ext.attention`.
         deterministic: of the gradients, as in `flash_ext.attention`.
         softcap, alibi_slopes, bias, dropout_p, rng_state: refused: no variant has them in 8 bits.
-        q_descale, k_descale, v_descale: refused: `quantize` makes them.
+        q_descale, k_descale, v_descale, v_transposed: refused: `quantize` makes them.
         qk_dtype: of q and k, int8 or float8_e4m3fn. int8 is more accurate, and up to a tenth
             slower. A number that is not finite spoils what sees its block of 128 rows; in
             float8_e4m3fn only what sees its row.

@@ -42,6 +42,7 @@ class AttentionOptions(TypedDict, total=False):
     q_descale: Tensor | None
     k_descale: Tensor | None
     v_descale: Tensor | None
+    v_transposed: bool
     out_dtype: torch.dtype | None
     deterministic: bool | None
     variant: str
@@ -96,6 +97,7 @@ def attention_options(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    v_transposed: bool = False,
     out_dtype: torch.dtype | None = None,
     deterministic: bool | None = None,
     variant: str = "auto",
@@ -161,6 +163,8 @@ def attention_options(
         require_tensors(v_descale=v_descale)
         refuse_gradients(v_descale=v_descale)
         options["v_descale"] = v_descale.to(torch.float32)
+    if v_transposed is not False:
+        options["v_transposed"] = v_transposed
     if out_dtype is not None:
         options["out_dtype"] = require_dtype("out_dtype", out_dtype)
     if deterministic is None:
@@ -298,6 +302,9 @@ def attention(
             strides. A constant: one that wants a gradient is refused.
         k_descale: the same, by blocks (B, Hk, ⌈Sk / 128⌉) of 128 keys.
         v_descale: the same, but by channels (B, Hk, Dv) in place of blocks.
+        v_transposed: v, of 8 bits as q, is what `flash_ext.fp8.quantize(v, transposed=True)` makes:
+            (B, Hk, Dv, keys). Calls with many queries are faster then, since they need no pass
+            over v. The result is the same bit by bit.
         out_dtype: the dtype of out: with 8-bit inputs bfloat16 (None) or float16, otherwise q's.
         deterministic: gradients that repeat bit by bit. None follows
             `torch.are_deterministic_algorithms_enabled()`.

@@ -32,6 +32,12 @@ from test_errors import (
 
 FP8 = torch.float8_e4m3fn
 
+
+def transposed(*shape: int) -> Callable[[Arguments], Arguments]:
+    """Replaces v by a V^T."""
+    return lambda a: {"v": a["v"].new_zeros(shape), "v_transposed": True}
+
+
 OF_8_BITS = {
     "nothing": (None, option()),
     "out in float16": (None, option(out_dtype=torch.float16)),
@@ -53,7 +59,41 @@ OF_8_BITS = {
     "too few channels": ("v_descale", tensor("v_descale", 2, 2, 16)),
     "four dimensions": ("v_descale", tensor("v_descale", 2, 2, 32, 1)),
     "descales in bfloat16": ("q_descale", tensor("q_descale", dtype=torch.bfloat16)),
+    **{
+        f"V^T of shape {shape}": (said, transposed(*shape))
+        for said, *shape in (
+            (None, 2, 2, 32, 16),
+            ("v", 2, 2, 32, 7),
+            ("v", 2, 2, 32, 32),
+            ("v", 2, 7, 2, 32),
+            ("v", 2, 2, 16),
+            ("v", 1, 2, 32, 16),
+            ("v's head dimension", 2, 2, 300, 16),
+        )
+    },
+    "V^T and its channels": (
+        None,
+        lambda a: transposed(2, 2, 48, 16)(a) | tensor("v_descale", 2, 2, 48)(a),
+    ),
+    "V^T and a number a key": (
+        "v_descale",
+        lambda a: transposed(2, 2, 48, 16)(a) | tensor("v_descale", 2, 2, 16)(a),
+    ),
+    "V^T with keys apart": (
+        "v",
+        lambda a: transposed(2, 2, 32, 32)(a) | {"v": a["v"].new_zeros(2, 2, 32, 32)[..., ::2]},
+    ),
+    "V^T with channels apart": (
+        None,
+        lambda a: transposed(2, 2, 32, 16)(a) | {"v": a["v"].new_zeros(2, 2, 64, 16)[:, :, ::2]},
+    ),
 }
+
+
+PACKED_V_TRANSPOSED = {
+    f"{keys} keys": (None if keys == 64 else "v", transposed(2, 32, keys)) for keys in (48, 64, 80)
+}
+"""Of 14 keys in two sequences: (14 + 4 * 15) // 16 groups."""
 
 
 OF_8_BIT_KEYS = {
@@ -78,6 +118,7 @@ OF_8_BIT_KEYS = {
     "too many blocks": ("k_descale", tensor("k_descale", 2, 2, 2)),
     "channels": (None, tensor("v_descale", 2, 2, 32)),
     "too few channels": ("v_descale", tensor("v_descale", 2, 2, 16)),
+    "V^T": ("v_transposed", transposed(2, 2, 32, 16)),
     "rows that are not contiguous": ("k", lambda a: {"k": a["k"].mT.contiguous().mT}),
     "another shape": ("v", lambda a: {"v": a["v"][:, :3]}),
 }
@@ -112,6 +153,7 @@ MORE = {
         lambda a: {n: a[n].half() for n in ("q", "k", "v", "out", "dout")},
     ),
     "k of 8 bits": ("v", typed("k", FP8)),
+    "V^T": ("v_transposed", transposed(2, 2, 32, 16)),
 }
 
 
@@ -153,6 +195,14 @@ def test_packed_gradients(case: str) -> None:
 @pytest.mark.parametrize("case", OF_8_BITS)
 def test_8_bits(case: str) -> None:
     compare("fwd", *OF_8_BITS[case], good_in_8_bits("cpu"))
+
+
+@pytest.mark.parametrize("case", PACKED_V_TRANSPOSED)
+def test_packed_v_transposed(case: str) -> None:
+    a = good_packed("cpu")
+    names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")
+    in_8_bits = {name: a[name].to(FP8) if name in "qkv" else a[name] for name in names}
+    compare("fwd", *PACKED_V_TRANSPOSED[case], in_8_bits)
 
 
 @pytest.mark.parametrize("case", OF_8_BIT_KEYS)
@@ -219,6 +269,11 @@ IN_PAGES = {
     ),
     "slopes": (None, tensor("alibi_slopes", 4)),
     "k and v of 8 bits": (None, lambda a: {name: a[name].to(FP8) for name in "kv"}),
+    "all of 8 bits": (None, lambda a: {name: a[name].to(FP8) for name in "qkv"}),
+    "V^T": (
+        "v_transposed",
+        lambda a: {n: a[n].to(FP8) for n in "qkv"} | transposed(5, 2, 32, 16)(a),
+    ),
 }
 
 

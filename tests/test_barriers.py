@@ -51,7 +51,7 @@ CALLS = {
         (130, 0, 1, 65), (180, 50, 0, 64), heads_q=2, heads_k=2, window_left=150, deterministic=1
     ),
     "short": Call(10, 1, 1, 10, 20, -1, 0),
-    "small": Call(2, 1, 1, 200, 150, -1, -1),
+    "small": Call(2, 1, 1, 200, 144, -1, -1),
 }
 OPTIONS = {
     "splits": {"num_splits": 2, "seqlen_k": 1400},
@@ -147,7 +147,7 @@ def table_of(kernel: str, transposes: bool) -> dict[str, list[str]]:
             for pipeline in pipelines[2].split(", "):
                 rows[f"{pipelines[1]}({pipeline})"] = cells
     if transposes:
-        del rows["full(V)"], rows["empty(V)"]
+        del rows["full(V)"], rows["empty(V)"], rows["full(partial V)"]
     return rows
 
 
@@ -191,7 +191,8 @@ def test_tables_of_barriers_are_true(name: str) -> None:
             count, by_tma = arrivals_of(found, moments)
             assert count == arrivals_in(arrivals, consumers), (barrier.name, arrivals)
             if not (may_end and phase == barrier.phase - 1):
-                assert by_tma == ("TMA's bytes" in arrivals), (barrier.name, arrivals)
+                may_differ = "TMA's bytes, unless" in arrivals
+                assert may_differ or by_tma == ("TMA's bytes" in arrivals), (barrier.name, arrivals)
         assert waits[barrier.name] == sides(who_waits), (barrier.name, who_waits)
     in_table = {x for x in table if "(named)" not in x}
     if "bias" not in name:

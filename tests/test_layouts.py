@@ -15,8 +15,11 @@ from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
+import torch
 from compiled import DEVICE_CODE, FAKE_CUDA, NATIVE, python_module
 from shared_memory import box_addresses, matmul_address
+
+from flash_ext import fp8
 
 TILES = [(2, 64, x) for x in (32, 64, 80, 96, 128, 192, 256)]
 TILES += [(2, 80, 64), (2, 80, 128), *((1, 64, x) for x in (64, 128, 192, 256)), (1, 80, 128)]
@@ -427,6 +430,12 @@ def test_v_is_transposed(keys: int, cols: int, layouts: ModuleType) -> None:
     assert layouts.transposed(keys, cols, v) == expected
 
 
+def test_unused_keys_of_a_group_are_cleared(layouts: ModuleType) -> None:
+    for keys in range(17):
+        bits = struct.pack("<4I", *(layouts.bits_of_keys(t, keys) for t in range(4)))
+        assert bits == bytes(255 * (key_at(byte) < keys) for byte in range(16))
+
+
 def key_at(byte: int) -> int:
     """The key of a byte of a row of V^T."""
     return 16 * (byte // 16) + 8 * (byte // 2 % 2) + byte // 4 % 4 * 2 + byte % 2
@@ -434,13 +443,14 @@ def key_at(byte: int) -> int:
 
 @pytest.mark.parametrize("cols", (16, 48, 64, 96, 256))
 def test_all_of_v_is_transposed(cols: int, layouts: ModuleType) -> None:
-    """By a kernel of its own; unused keys of a sequence's last group of 16 are zeros."""
+    """By a kernel of its own; what is of no key in use is zeros."""
     source, heads = random.Random(cols), 3
     lengths = [0, 1, 16, 17, 300, 5, 129]
     used = [min(n, source.choice((n, n // 2))) for n in lengths]
     cu_seqlens = list(itertools.accumulate(lengths, initial=2))
     v = list(source.randbytes((cu_seqlens[-1] + 4) * heads * cols))
-    found, (*offsets, pitch) = layouts.transposed_v(v, heads, cols, cu_seqlens, used)
+    batch, zeros = len(used), [1.0] * len(used) * heads * cols
+    found, (*offsets, pitch) = layouts.transposed_v(v, batch, heads, cols, cu_seqlens, used, zeros)
     seen = set()
     for b, head in itertools.product(range(len(lengths)), range(heads)):
         for col, byte in itertools.product(range(cols), range(-(-used[b] // 16) * 16)):
@@ -450,6 +460,29 @@ def test_all_of_v_is_transposed(cols: int, layouts: ModuleType) -> None:
             assert found[at] == (v[row * cols + col] if key < used[b] else 0)
             assert at not in seen
             seen.add(at)
+    assert not any(x for at, x in enumerate(found) if at not in seen)
+
+
+@pytest.mark.parametrize("lengths", ((), (0, 1, 16, 127, 0, 300, 5, 128, 112), (0, 0), (1,) * 40))
+@pytest.mark.parametrize("cols", (16, 48, 64, 128))
+def test_quantization_transposes_v(cols: int, lengths: tuple, layouts: ModuleType) -> None:
+    """As the CPU kernel does, in every byte: packed sequences with rows of none, or a batch."""
+    generator, heads = torch.Generator().manual_seed(cols), 2
+    shape = (sum(lengths) + 7, heads, cols) if lengths else (3, 150, heads, cols)
+    v = torch.randn(shape, generator=generator).mul(4).exp().bfloat16()
+    v.view(-1)[::37] = -0.0
+    v.view(-1)[5::311] = math.inf
+    v.view(-1)[7::401] = math.nan
+    edges = [*itertools.accumulate(lengths, initial=0)] if lengths else []
+    used = [n - n // 3 for n in lengths] or [150, 0, 77]
+    seqused = torch.tensor(used, dtype=torch.int32)
+    cu_seqlens = torch.tensor(edges, dtype=torch.int32) if lengths else None
+    options = {"cu_seqlens": cu_seqlens, "seqused": seqused}
+    want, descale = fp8.quantize(v, scales="channel", transposed=True, **options)
+    amax = (descale * 448).bfloat16().div(512).float().flatten().tolist()
+    bits = v.view(torch.uint8).flatten().tolist()
+    found, _ = layouts.quantized_v(bits, len(used), heads, cols, edges, used, amax)
+    assert found == want.view(torch.uint8).flatten().tolist()
 
 
 @pytest.mark.parametrize("tile", [x for x in TILES if x[0] == 1])

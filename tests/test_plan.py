@@ -97,7 +97,11 @@ def test_a_large_forward_in_8_bits_keeps_v_transposed(native: ModuleType) -> Non
     p.varlen = True
     groups = (500 + 15 * 4) // 16
     assert sizes(p.forward("fa3"))["v_transposed"] == 3 * 112 * 16 * groups
-    p.varlen, p.seqlen_q, p.seqlen_k = False, 1, 100_000
+    p.v_transposed = True
+    plan = p.forward("fa3")
+    assert sizes(plan) == {} and "transpose_v" not in plan.launches, "it is there"
+    p.v_transposed = p.varlen = False
+    p.seqlen_q, p.seqlen_k = 1, 100_000
     plan = p.forward("fa3")
     assert plan.num_splits > 1 and "v_transposed" not in plan.regions
     assert "transpose_v" not in plan.launches

@@ -19,6 +19,7 @@
 #include "api/attention.h"
 #include "api/boxing.h"
 #include "plan/call.h"
+#include "plan/transposed_v.cuh"
 #include "plan/tuning.h"
 #include "problem/params.h"
 
@@ -76,6 +77,13 @@ struct Sizes {
     std::vector<int64_t> rows(int64_t seqlen, int64_t heads, int64_t dim) const {
         if (varlen) return {seqlen, heads, dim};
         return {batch, seqlen, heads, dim};
+    }
+    // The shape of V^T.
+    std::vector<int64_t> v_transposed() const {
+        const int64_t groups = varlen ? (seqlen_k + (kKeyGroup - 1) * (batch + 2)) / kKeyGroup
+                                      : ceil_div<int64_t>(seqlen_k, kKeyGroup);
+        if (varlen) return {heads_k, head_dim_v, groups * kKeyGroup};
+        return {batch, heads_k, head_dim_v, groups * kKeyGroup};
     }
     // The shape of k or v.
     std::vector<int64_t> key_rows(int64_t dim) const {
@@ -284,15 +292,18 @@ inline std::optional<Sizes> sizes_of(const Tensor& q, const Tensor& k, const Ten
         .heads_q = q.size(dims - 2),
         .heads_k = k.size(dims_k - 2),
         .head_dim = q.size(dims - 1),
-        .head_dim_v = v.size(dims_k - 1)};
-    const bool agree = (dtype_k == dtype || (has_16_bits(dtype) && has_8_bits(dtype_k))) &&
-                       is_of(k, device, dtype_k, sizes.key_rows(sizes.head_dim)) &&
-                       is_of(v, device, dtype_v, sizes.key_rows(sizes.head_dim_v)) &&
-                       sizes.heads_k > 0 && sizes.heads_q % sizes.heads_k == 0 &&
-                       (has_pages || cu_q.has_value() == cu_k.has_value()) &&
-                       is_plain_or_none(cu_q, device, ScalarType::Int, {sizes.batch + 1}) &&
-                       is_plain_or_none(cu_k, device, ScalarType::Int, {sizes.batch + 1}) &&
-                       is_plain_or_none(options.seqused_k, device, ScalarType::Int, {sizes.batch});
+        .head_dim_v = v.size(dims_k - (options.v_transposed ? 2 : 1))};
+    if (options.v_transposed && (has_pages || !has_8_bits(dtype))) return std::nullopt;
+    const bool agree =
+        (dtype_k == dtype || (has_16_bits(dtype) && has_8_bits(dtype_k))) &&
+        is_of(k, device, dtype_k, sizes.key_rows(sizes.head_dim)) &&
+        is_of(v, device, dtype_v,
+              options.v_transposed ? sizes.v_transposed() : sizes.key_rows(sizes.head_dim_v)) &&
+        sizes.heads_k > 0 && sizes.heads_q % sizes.heads_k == 0 &&
+        (has_pages || cu_q.has_value() == cu_k.has_value()) &&
+        is_plain_or_none(cu_q, device, ScalarType::Int, {sizes.batch + 1}) &&
+        is_plain_or_none(cu_k, device, ScalarType::Int, {sizes.batch + 1}) &&
+        is_plain_or_none(options.seqused_k, device, ScalarType::Int, {sizes.batch});
     return agree ? std::optional(sizes) : std::nullopt;
 }
 

@@ -139,6 +139,7 @@ void fill_params(AttentionParams& params, const Sizes& sizes, std::span<const Op
     params.q_descale = descale_of(options.q_descale, /*of_queries=*/true);
     params.k_descale = descale_of(options.k_descale, /*of_queries=*/false);
     params.v_descale = descale_of(options.v_descale, /*of_queries=*/false);
+    params.v_transposed = options.v_transposed;
 
     if (options.dropout_p > 0) {
         params.rng_state = data_of<int64_t>(options.rng_state);
@@ -225,7 +226,8 @@ Tensor empty_strided(const Tensor& x, const std::vector<int64_t>& sizes,
 std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, const Tensor& v,
                                              const Options& options, const Tensor& into) {
     const Sizes sizes = check_forward(q, k, v, options);
-    const Operand operands[] = {operand("q", q), operand("k", k), operand("v", v)};
+    const Operand operands[] = {operand("q", q), operand("k", k),
+                                operand_of_v(v, options.v_transposed)};
     ForwardPlan plan{};
     ForwardParams& params = plan.params;
     // P is up to 2^8, kRescaleThreshold.
@@ -300,7 +302,8 @@ std::tuple<int64_t, int64_t, std::string, std::string> attention_check(const Ten
                                                                        const Tensor& v,
                                                                        const Options& options) {
     const Sizes sizes = check_forward(q, k, v, options);
-    const Operand operands[] = {operand("q", q), operand("k", k), operand("v", v)};
+    const Operand operands[] = {operand("q", q), operand("k", k),
+                                operand_of_v(v, options.v_transposed)};
     AttentionParams params{};
     fill_params(params, sizes, operands, q, k.scalar_type(), options, 1.f);
     const Choice forward = choose_forward(params, operands, q, options);

@@ -45,6 +45,7 @@ struct Options {
     std::optional<Tensor> q_descale;
     std::optional<Tensor> k_descale;
     std::optional<Tensor> v_descale;
+    bool v_transposed = false;
     std::optional<torch::headeronly::ScalarType> out_dtype;
     bool deterministic = false;
     std::string variant = "auto";
@@ -54,7 +55,7 @@ struct Options {
         return std::tie(scale, causal, window_left, window_right, softcap, alibi_slopes, bias,
                         mask_kv_tiles, mask_q_tiles, mask_words, sink, cu_seqlens_q, cu_seqlens_k,
                         seqused_k, page_table, dropout_p, rng_state, q_descale, k_descale,
-                        v_descale, out_dtype, deterministic, variant);
+                        v_descale, v_transposed, out_dtype, deterministic, variant);
     }
 };
 

@@ -6,7 +6,9 @@
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <utility>
 
 #include "api/accept.h"
 #include "plan/call.h"
@@ -37,6 +39,16 @@ inline Operand operand(const char* name, const Tensor& tensor) {
         x.sizes[first + dim] = sizes[dim];
         x.strides[first + dim] = sizes[dim] == 1 ? 0 : strides[dim];
     }
+    return x;
+}
+
+// v, whose rows are channels if it is V^T.
+inline Operand operand_of_v(const Tensor& v, bool transposed) {
+    Operand x = operand("v", v);
+    if (!transposed) return x;
+    std::swap(x.sizes[1], x.sizes[2]);
+    std::swap(x.strides[1], x.strides[2]);
+    if (v.numel() == 0) std::ranges::fill(x.strides, 0);  // torch's are 1, but there are no rows
     return x;
 }
 

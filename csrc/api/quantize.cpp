@@ -12,6 +12,7 @@
 #include "api/boxing.h"
 #include "api/check.h"
 #include "plan/launchers.h"
+#include "plan/transposed_v.cuh"
 #include "schedule/row_tiles.cuh"
 
 namespace flash_ext {
@@ -24,8 +25,9 @@ struct QuantizeOptions {
     std::optional<Tensor> seqused;
     int64_t blocks = 0;  // of descale, for block scales
     std::optional<ScalarType> dtype;
+    bool transposed = false;
 
-    auto fields() { return std::tie(signs, mean, cu_seqlens, seqused, blocks, dtype); }
+    auto fields() { return std::tie(signs, mean, cu_seqlens, seqused, blocks, dtype, transposed); }
 };
 
 constexpr std::string_view kScalesNames[] = {"tensor", "head", "block", "channel"};
@@ -98,11 +100,12 @@ std::optional<QuantizeParams> accept_quantize(const Tensor& x, const std::string
     params->blocks = static_cast<int>(options.blocks);
     const bool of_blocks = params->scales == Scales::kBlock;
     const int64_t blocks = ceil_div<int64_t>(x.size(x.dim() - 3), kScaleRows);
-    const bool accepted =
-        (dtype == ScalarType::Float8_e4m3fn || (params->to_int8 && of_blocks)) &&
-        !(params->scales == Scales::kChannel && (options.signs || options.mean)) &&
-        options.blocks >= 0 && options.blocks < int64_t{1} << 31 &&
-        (!of_blocks || options.cu_seqlens || options.blocks == blocks);
+    const bool accepted = (dtype == ScalarType::Float8_e4m3fn || (params->to_int8 && of_blocks)) &&
+                          !((params->scales == Scales::kChannel || options.transposed) &&
+                            (options.signs || options.mean)) &&
+                          !(of_blocks && options.transposed) && options.blocks >= 0 &&
+                          options.blocks < int64_t{1} << 31 &&
+                          (!of_blocks || options.cu_seqlens || options.blocks == blocks);
     return accepted ? params : std::nullopt;
 }
 
@@ -124,15 +127,28 @@ std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x, const std::string& sca
     params.descale_of_1 = kSumDivisor * norm / largest;
 
     const Tensor aligned = with_aligned_rows(x);
-    Tensor x_8bit = empty(x, {x.sizes().begin(), x.sizes().end()}, dtype);
-    std::vector<int64_t> shape;
+    std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
+    if (options.transposed) {
+        const size_t rows = shape.size() - 3;
+        const bool varlen = options.cu_seqlens.has_value();
+        shape = {params.heads, params.head_dim,
+                 transposed_keys(static_cast<int>(shape[rows]), params.batch, varlen)};
+        if (!varlen) shape.insert(shape.begin(), params.batch);
+    }
+    Tensor x_8bit = empty(x, shape, dtype);
+    shape.clear();
     if (kind != Scales::kTensor) shape = {params.batch, params.heads};
     if (kind == Scales::kBlock) shape.push_back(params.blocks);
     if (kind == Scales::kChannel) shape.push_back(params.head_dim);
     Tensor descale = empty(x, shape, ScalarType::Float);
     Tensor amax = kind == Scales::kBlock ? Tensor() : empty(x, shape, ScalarType::Float);
     params.x = operand("x", aligned).view();
-    params.x_8bit = static_cast<uint8_t*>(x_8bit.data_ptr());
+    if (options.transposed) {
+        params.transposed = transposed_view(x_8bit.data_ptr(), params.heads, params.head_dim,
+                                            static_cast<int>(x_8bit.size(x.dim() - 1)));
+    } else {
+        params.x_8bit = static_cast<uint8_t*>(x_8bit.data_ptr());
+    }
     params.descale = static_cast<float*>(descale.data_ptr());
     if (amax.defined()) params.amax = static_cast<float*>(amax.data_ptr());
     launch_on_stream_of(x, [&](auto stream) { return quantize(params, device_of(x), stream); });

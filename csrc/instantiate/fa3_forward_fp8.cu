@@ -1,5 +1,4 @@
 #include "kernels/fa3/forward_fp8.cuh"
-#include "kernels/fp8/transpose_v.cuh"
 
 template flash_ext::ForwardLauncher flash_ext::fa3_forward_fp8<64, 64>;
 template flash_ext::ForwardLauncher flash_ext::fa3_forward_fp8<128, 128>;

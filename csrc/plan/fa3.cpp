@@ -120,6 +120,8 @@ std::string fa3_unsupported_reason(const Call& call, Pass pass) {
         if (!x.aligned_copy().is_reached_by_tma())
             return text("needs less than 32 GiB for a copy of ", x.name, " in aligned memory");
     }
+    if (params.v_transposed && params.head_dim_v % 16 != 0)
+        return "needs a head dimension of v that is a multiple of 16";
     if (const std::string why = bias_reason(params); !why.empty()) return why;
     const OptionSet needed = aligned_options(params);
     const bool paged = params.pages.table != nullptr && !backward && !fp8;
@@ -247,8 +249,14 @@ void plan_fa3_forward(ForwardPlan& plan) {
         params, plan.mask, {small_q.heads, 64 * shape.consumers >> params.pack_gqa_log2}, dims, 1,
         gpu, params.num_splits, /*may_take_whole_heads=*/true);
 
-    if (fp8 && !shape.transposes_v)
-        plan.workspace.reserve(kernel.v_transposed, transposed_v_bytes(params));
+    if (fp8 && !shape.transposes_v && !params.v_transposed) {
+        kernel.row_major_v = params.v;
+        params.v_transposed = true;
+        params.v = transposed_view(
+            nullptr, params.heads_k, params.head_dim_v,
+            transposed_keys(params.seqlen_k, params.batch, params.cu_seqlens_k != nullptr));
+        plan.workspace.reserve(params.v.data, tensor_batches(params) * params.v.batch_stride);
+    }
     // Packed GQA goes the way of splits, unless a CTA has one tile (store_tile()).
     if (params.num_splits > 1 || (splits && tiles > gpu.sms)) reserve_splits(plan);
     if (tiles * params.num_splits > gpu.sms) plan.workspace.reserve(params.counters, 1);
@@ -258,8 +266,8 @@ cudaError_t run_fa3_forward(const ForwardPlan& plan, cudaStream_t stream) {
     const ForwardParams& params = plan.params;
     const ForwardKernel& kernel = plan.kernel;
     if (has_8_bits(params)) {
-        if (kernel.v_transposed != nullptr)
-            if (const cudaError_t status = transpose_v(params, kernel.v_transposed, stream);
+        if (kernel.row_major_v)
+            if (const cudaError_t status = transpose_v(params, *kernel.row_major_v, stream);
                 status != cudaSuccess)
                 return status;
         return dispatch_head_dims<tuning::kFa3ForwardFp8>(

@@ -44,8 +44,8 @@ struct ForwardKernel {
     tuning::Fa3ForwardTile tile{};  // FA3's; unless it is the kernel for few queries, with:
     std::optional<tuning::Fa3DecodeTile> decode_tile;
     bool has_splits = false;  // stores the results of splits, which another kernel combines
-    // FP8: V^T, if a kernel has transposed V before; see transpose_v.cuh.
-    uint8_t* v_transposed = nullptr;
+    // FP8: the call's V, if another kernel makes params.v of it before; see transpose_v.cuh.
+    std::optional<TensorView> row_major_v;
     TiledBias bias;  // FA3's
     GpuModel gpu;
 };
@@ -139,8 +139,9 @@ cudaError_t copy_rows(const RowCopies& copies, bool back, cudaStream_t stream);
 cudaError_t tile_bias(const Bias& bias, ElementType type, const TiledBias& copy,
                       cudaStream_t stream);
 
-// Before a forward in FP8 whose kernel does not transpose V itself.
-cudaError_t transpose_v(const ForwardParams& params, uint8_t* v_transposed, cudaStream_t stream);
+// Before a forward in FP8 whose kernel does not transpose V itself: makes params.v.
+cudaError_t transpose_v(const ForwardParams& params, const TensorView& row_major,
+                        cudaStream_t stream);
 
 // After a forward with split keys, by a kernel of these head dims. `pdl` as for launch_kernel().
 cudaError_t combine_splits(ForwardParams params, HeadDims dims, cudaStream_t stream, bool pdl);

@@ -129,11 +129,12 @@ struct AttentionParams {
     bool aligned;
     // Does the kernel that the plan has chosen scale scores before it masks them? See OptionSet.
     bool changes_scores = false;
+    bool v_transposed = false;  // FP8: is v V^T (plan/transposed_v.cuh)?
     TileOrder tile_order;
 
     TensorView q;    // (B, Sq, Hq, D)
     TensorView k;    // (B, Sk, Hk, D), or (pages, page size, Hk, D)
-    TensorView v;    // (B, Sk, Hk, Dv), or (pages, page size, Hk, Dv)
+    TensorView v;    // (B, Sk, Hk, Dv), or (pages, page size, Hk, Dv), or (B, Hk, Dv, keys)
     TensorView out;  // (B, Sq, Hq, Dv)
 };
 

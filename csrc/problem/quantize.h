@@ -40,6 +40,7 @@ struct QuantizeParams {
 
     TensorView x;                     // (B, S, H, D), rows on 16-byte boundaries
     uint8_t* x_8bit = nullptr;        // (B, S, H, D), contiguous
+    TensorView transposed;            // (B, H, D, keys) in the place of x_8bit, if it has data
     bool to_int8 = false;             // otherwise e4m3; with block scales only
     const int* cu_seqlens = nullptr;  // (B + 1), of varlen
     const int* seqused = nullptr;     // (B), the rows in use; others become zeros

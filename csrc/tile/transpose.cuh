@@ -16,6 +16,12 @@
 
 namespace flash_ext {
 
+// Which bits of word t of 16 keys, as V^T has them, belong to the first `keys`.
+FLASH_HOST_DEVICE constexpr uint32_t bits_of_keys(int t, int keys) {
+    const auto byte = [&](int key) { return key < keys ? 0xffu : 0u; };
+    return byte(2 * t) | byte(2 * t + 1) << 8 | byte(8 + 2 * t) << 16 | byte(9 + 2 * t) << 24;
+}
+
 // By all lanes of warp `warp` of kWarps. Source is (keys, columns), Target (columns, keys).
 template <class Source, class Target, int kWarps>
 FLASH_DEVICE void transpose_fp8(uint32_t source, uint32_t target, int warp) {

@@ -4,8 +4,8 @@ They are for reading and for testing: `tiled` has the papers' algorithms line by
 for 8-bit inputs, `tiling` cuts a call into tiles, `mask`, `sequences` and `descales` say which keys
 are visible and what 8-bit numbers stand for, and `checks` refuses wrong arguments. `tile_mask`
 reads masks of lists of blocks, and `make_mask` makes them. `quantize` is quantization to 8 bits,
-`sum_rows` adds up what several calls have written, `into` writes into given tensors, `append_kv`
-into a cache.
+`transposed_v` the layout of V^T, `sum_rows` adds up what several calls have written, `into` writes
+into given tensors, `append_kv` into a cache.
 """
 
 from __future__ import annotations
@@ -23,14 +23,17 @@ from . import make_mask as make_mask
 from . import quantize as quantize
 from . import refusals as refusals
 from . import sum_rows as sum_rows
-from . import tiled
+from . import tiled, transposed_v
 from .checks import check_backward, check_forward
 
 
 def _fwd_cpu(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
     options = Options(**given)
     with below_autocast("cpu"):
-        return tiled.forward(check_forward(q, k, v, options), q, k, v, options)
+        variant = check_forward(q, k, v, options)
+        if options.v_transposed:
+            v = transposed_v.to_rows(v, k.shape[-3], options.cu_seqlens_k)
+        return tiled.forward(variant, q, k, v, options)
 
 
 def _bwd_cpu(*tensors: Any, need_dbias: bool = True, **given: Any) -> tuple[Tensor, ...]:

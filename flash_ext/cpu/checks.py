@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..ops.checks import dtype_name, refuse, require_device, statistics_dtype
+from ..ops.checks import dtype_name, head_dim_v, refuse, require_device, statistics_dtype
 from ..ops.options import (
     ABOUT,
     CPU_VARIANTS,
@@ -26,6 +26,7 @@ from ..ops.options import (
     BackwardTensors,
     Options,
 )
+from ..ops.quantize import transposed_shape
 
 _CUDA_DTYPES = (torch.float16, torch.bfloat16, *QK_8_BITS)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, *QK_8_BITS)
@@ -107,7 +108,8 @@ def _choose_variant(q: Tensor, k: Tensor, options: Options) -> str:
     return options.variant
 
 
-def _check_inputs(q: Tensor, k: Tensor, v: Tensor, packed: bool, pages: bool) -> None:
+def _check_inputs(q: Tensor, k: Tensor, v: Tensor, options: Options) -> None:
+    packed, pages = options.cu_seqlens_q is not None, options.page_table is not None
     if packed:
         rows_q, rows_k, hint = "total_q", "total_k", "with cu_seqlens_q and cu_seqlens_k"
     else:
@@ -120,6 +122,10 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, packed: bool, pages: bool) ->
         ("k", k, f"({rows_k}, heads_k, head_dim)"),
         ("v", v, f"({rows_k}, heads_k, head_dim_v)"),
     )
+    if options.v_transposed:
+        if pages or q.dtype not in QK_8_BITS:
+            refuse("v_transposed", "False with page_table, and unless q has 8 bits", True)
+        layouts = (*layouts[:2], ("v", v, f"({'batch, ' * (not packed)}heads_k, head_dim_v, keys)"))
     for name, tensor, layout in layouts:
         if tensor.dim() != layout.count(",") + 1:
             refuse(name, f"of shape {layout} {hint}", tuple(tensor.shape))
@@ -139,8 +145,8 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, packed: bool, pages: bool) ->
     _require_like("v", v, q, FP8 if q.dtype == torch.int8 else k.dtype)
 
     heads_q, head_dim = q.shape[-2:]
-    heads_k, head_dim_v = k.shape[-2], v.shape[-1]
-    for name, size in (("q", head_dim), ("v", head_dim_v)):
+    heads_k, dim_v = k.shape[-2], head_dim_v(v, vars(options))
+    for name, size in (("q", head_dim), ("v", dim_v)):
         if not 1 <= size <= _MAX_HEAD_DIM:
             refuse(f"{name}'s head dimension", f"1 to {_MAX_HEAD_DIM}", size)
     given = k.shape[:-2]
@@ -150,7 +156,12 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, packed: bool, pages: bool) ->
         refuse("k's number of heads", "at least 1", heads_k)
     if heads_q % heads_k != 0:
         refuse("q's number of heads", f"a multiple of k's, {heads_k}", heads_q)
-    _require_shape("v", v, (*shape_k, heads_k, head_dim_v), layouts[2][2])
+    shape_v: tuple[int, ...] = (*shape_k, heads_k, dim_v)
+    if options.v_transposed:
+        offsets = options.cu_seqlens_q
+        batch = q.shape[0] if offsets is None else max(offsets.numel() - 1, 0)
+        shape_v = transposed_shape(shape_k[-1], heads_k, dim_v, batch, packed)
+    _require_shape("v", v, shape_v, layouts[2][2])
 
 
 def check_offsets(argument: str, cu_seqlens: Tensor, total: int) -> None:
@@ -382,7 +393,7 @@ def _check_8_bit_options(
     for name, large, last in (
         ("q_descale", queries, blocks_q),
         ("k_descale", keys, blocks_k),
-        ("v_descale", "(batch, heads_k, head_dim_v)", v.shape[-1]),
+        ("v_descale", "(batch, heads_k, head_dim_v)", head_dim_v(v, vars(options))),
     ):
         if (descale := getattr(options, name)) is not None:
             _check_descale(name, descale, q, shape, large, last)
@@ -435,7 +446,7 @@ def check_arguments(q: Tensor, k: Tensor, v: Tensor, options: Options, reads: bo
     if not pages and (options.cu_seqlens_q is None) != (options.cu_seqlens_k is None):
         given = "cu_seqlens_q" if options.cu_seqlens_k is None else "cu_seqlens_k"
         refuse("cu_seqlens_q and cu_seqlens_k", "given together", f"{given} alone")
-    _check_inputs(q, k, v, packed=options.cu_seqlens_q is not None, pages=pages)
+    _check_inputs(q, k, v, options)
     batch = _check_lengths(q, k, options, reads)
     if q.device.type == "cuda":
         _check_sizes(q, k, batch, options)

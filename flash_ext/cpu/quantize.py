@@ -19,6 +19,7 @@ from ..ops.checks import refuse
 from ..ops.options import FP8
 from ..ops.quantize import SCALE_ROWS, batch_of, check_dtype, check_scales, descale_shape
 from ..ops.schemas import library
+from . import transposed_v
 from .checks import check_offsets, require_plain
 
 MAX_FLOAT8 = 448.0
@@ -183,6 +184,7 @@ def check_quantize(
     seqused: Tensor | None = None,
     blocks: int = 0,
     dtype: torch.dtype | None = None,
+    transposed: bool = False,
 ) -> None:
     """Check the arguments of `fp8_quantize`."""
     check_scales(scales)
@@ -193,6 +195,9 @@ def check_quantize(
         refuse("signs", wanted, "a tensor")
     if mean is not None and scales == "channel":
         refuse("mean", "None with scales='channel', which is for v", "a tensor")
+    if transposed and (scales == "block" or signs is not None or mean is not None):
+        wanted = "False with scales='block', signs or mean (it is for v, which has none of them)"
+        refuse("transposed", wanted, True)
     of_rows = -(-x.shape[-3] // SCALE_ROWS)
     if scales == "block" and cu_seqlens is None and blocks != of_rows:
         refuse("blocks", f"ceil(seqlen / 128) = {of_rows}", blocks)
@@ -210,6 +215,7 @@ def _quantize_cpu(
     seqused: Tensor | None = None,
     blocks: int = 0,
     dtype: torch.dtype | None = None,
+    transposed: bool = False,
 ) -> tuple[Tensor, Tensor]:
     check_quantize(
         x,
@@ -220,6 +226,7 @@ def _quantize_cpu(
         seqused=seqused,
         blocks=blocks,
         dtype=dtype,
+        transposed=transposed,
     )
     dtype = dtype or FP8
     to_int8 = dtype == torch.int8
@@ -260,7 +267,7 @@ def _quantize_cpu(
         y = y * factor * (divisors[b] / unit)
         y = y.nan_to_num().round() if to_int8 else y
         target.copy_(y.clamp(-largest, largest).to(dtype))
-    return x_8bit, descale
+    return transposed_v.from_rows(x_8bit, cu_seqlens) if transposed else x_8bit, descale
 
 
 def _token_mean_cpu(

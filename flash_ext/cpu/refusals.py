@@ -81,7 +81,7 @@ _CHECKS: dict[str, Callable[..., object]] = {
     f"bwd({_BACKWARD}, {schema_options()}": _check_bwd,
     f"fwd_into(Tensor out, Tensor q, Tensor k, Tensor v, {schema_options()}": _check_fwd_into,
     f"bwd_into(Tensor dq, Tensor dk, Tensor dv, {_BACKWARD}, {schema_options()}": _check_bwd_into,
-    f"fp8_quantize(Tensor x, str scales, {_OF_QUANTIZE}, SymInt blocks, ScalarType? dtype": (
+    f"fp8_quantize(Tensor x, str scales, {_OF_QUANTIZE}, SymInt blocks, ScalarType? dtype, bool transposed": (
         check_quantize
     ),
     "fp8_token_mean(Tensor x, *, Tensor? cu_seqlens, Tensor? seqused": check_rows,

@@ -37,6 +37,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.library import register_torch_dispatch
 
 from .. import ops
+from ..ops.checks import head_dim_v
 from ..ops.options import ABOUT, MASK_OPTIONS, QK_8_BITS, BackwardTensors, dim_of
 from .distributed.algorithms import Core
 from .distributed.methods import Groups, build, unsupported_reason
@@ -55,6 +56,7 @@ class _Layout:
     ) -> None:
         self.mesh, self.packed = mesh, "cu_seqlens_q" in options
         self.pages = options.get("page_table") is not None
+        self.v_transposed = options.get("v_transposed", False)
         self.roles: list[Role] = [self._role(i, q, k, v) for i in range(mesh.ndim)]
         self._split_sequence(q, k, options)
         splits = math.prod(mesh.size(i) for i, r in enumerate(self.roles) if r == "heads")
@@ -63,10 +65,10 @@ class _Layout:
             self.roles = [None if role == "heads" else role for role in self.roles]
 
     def _role(self, mesh_dim: int, *tensors: Tensor) -> Role:
-        for x in tensors:
+        for name, x in zip("qkv", tensors, strict=True):
             placement = x.placements[mesh_dim] if isinstance(x, DTensor) else None
             for role in ("batch", "heads"):
-                dim = self._dim("q", 4 - self.packed, role)
+                dim = self._dim("v" if name == "v" else "q", 4 - self.packed, role)
                 if dim is not None and placement == Shard(dim) and tensors[0].shape[dim] > 1:
                     return role
         return None
@@ -106,7 +108,8 @@ class _Layout:
             return 0
         if role == "sequence":
             return 2 if name in ("lse", "dlse") else 1
-        return (1 if name in ("lse", "dlse") else 2) - self.packed
+        before_rows = name in ("lse", "dlse") or (name == "v" and self.v_transposed)
+        return (1 if before_rows else 2) - self.packed
 
     def placements(self, name: str, x: Tensor, broadcast: Placement) -> list[Placement]:
         """Of x, which is q or an option. `broadcast` where one value serves all that is split."""
@@ -224,7 +227,7 @@ def _fwd(cls: Any, op: Any, types: Any, args: Any, kwargs: dict[str, Any] | None
         like_q = layout.placements("q", q, Replicate())
         like_lse = layout.placements("lse", torch.empty(lse_shape, device="meta"), Replicate())
         return (
-            layout.whole(out, (*q.shape[:-1], v.shape[-1]), like_q),
+            layout.whole(out, (*q.shape[:-1], head_dim_v(v, kwargs or {})), like_q),
             layout.whole(lse, lse_shape, like_lse),
         )
 

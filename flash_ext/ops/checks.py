@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -33,6 +33,11 @@ def result_dtype(dtype: torch.dtype, out_dtype: torch.dtype | None) -> torch.dty
     if out_dtype is not None:
         return out_dtype
     return torch.bfloat16 if dtype in QK_8_BITS else dtype
+
+
+def head_dim_v(v: Tensor, options: Mapping[str, Any]) -> int:
+    """Dv of v (B, Sk, Hk, Dv), or with the option `v_transposed` (B, Hk, Dv, keys)."""
+    return v.shape[-2 if options.get("v_transposed") else -1]
 
 
 def refuse(argument: str, wanted: str, got: object) -> NoReturn:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.library import register_fake
 
-from .checks import require_one_device, result_dtype, statistics_dtype
+from .checks import head_dim_v, require_one_device, result_dtype, statistics_dtype
 from .options import BackwardTensors
 from .schemas import library
 
@@ -16,7 +16,7 @@ def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, 
     require_one_device(q, k=k, v=v, **options)
     *batch, rows, heads, _ = q.shape  # no batch if sequences are packed
     dtype = result_dtype(q.dtype, options.get("out_dtype"))
-    out = q.new_empty((*batch, rows, heads, v.shape[-1]), dtype=dtype)
+    out = q.new_empty((*batch, rows, heads, head_dim_v(v, options)), dtype=dtype)
     lse = q.new_empty((*batch, heads, rows), dtype=statistics_dtype(q.dtype))
     return out, lse
 

@@ -12,6 +12,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from .checks import head_dim_v
+
 
 def _values(lengths: Tensor) -> list[int] | None:
     """None if tensors hold no values: on the meta device, and in the subclasses of tracing."""
@@ -45,7 +47,7 @@ def _scores(q: Tensor, k: Tensor, options: dict[str, Any]) -> int:
 
 def fwd_flops(q: Tensor, k: Tensor, v: Tensor, *, out_val: Any = None, **options: Any) -> int:
     """Of the forward op: the scores, D multiplications and additions each, and P V."""
-    return 2 * _scores(q, k, options) * (q.shape[-1] + v.shape[-1])
+    return 2 * _scores(q, k, options) * (q.shape[-1] + head_dim_v(v, options))
 
 
 def bwd_flops(

@@ -51,7 +51,7 @@ _PLAIN = {"causal", "scale"}
 """The options that ATen's op has too."""
 _PYTHON_ONLY = {
     *("sink", "dropout_p", "rng_state", "page_table"),
-    *("q_descale", "k_descale", "v_descale", "out_dtype"),
+    *("q_descale", "k_descale", "v_descale", "v_transposed", "out_dtype"),
     *MASK_OPTIONS,
 }
 """Those that only the node in Python has, or refuses."""

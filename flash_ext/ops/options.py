@@ -188,6 +188,12 @@ class Options:
         dims=("batch", "heads", "channels"),
         factor=True,
     )
+    v_transposed: bool = _option(
+        False,
+        "v comes as `fp8.quantize(v, transposed=True)` makes it, with the keys of a channel side by"
+        " side",
+        variants=FP8_VARIANTS,
+    )
     out_dtype: torch.dtype | None = _option(
         None, "of out; with 8-bit inputs bfloat16 or float16, otherwise q's; None: bfloat16, or q's"
     )

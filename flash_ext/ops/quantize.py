@@ -1,6 +1,7 @@
 """The ops `torch.ops.flash_ext.fp8_quantize` and `fp8_token_mean`, and their fake kernels.
 
-    fp8_quantize(x, scales, *, signs, mean, cu_seqlens, seqused, blocks, dtype) -> (x_8bit, descale)
+    fp8_quantize(x, scales, *, signs, mean, cu_seqlens, seqused, blocks, dtype, transposed)
+        -> (x_8bit, descale)
     fp8_token_mean(x, *, cu_seqlens, seqused) -> mean
 
 x is (B, S, H, D), or (total, H, D) with cu_seqlens. `blocks` is the last dimension of the descales
@@ -60,6 +61,18 @@ def descale_shape(
     return heads + {"head": (), "block": (blocks,), "channel": (x.shape[-1],)}[scales]
 
 
+KEY_GROUP = 16
+"""The keys that `flash_ext.cpu.transposed_v` puts in another order, and a sequence is filled up
+to."""
+
+
+def transposed_shape(rows: int, heads: int, dim: int, batch: int, packed: bool) -> tuple[int, ...]:
+    """(B, H, D, keys), or (H, D, keys) of packed sequences, each of which begins with a group."""
+    groups = rows + (batch + 2 if packed else 1) * (KEY_GROUP - 1)
+    shape = (heads, dim, groups // KEY_GROUP * KEY_GROUP)
+    return shape if packed else (batch, *shape)
+
+
 def _define(signature: str, returns: str) -> Any:
     tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
     library.define(f"{signature} -> {returns}", tags=tags)
@@ -68,7 +81,8 @@ def _define(signature: str, returns: str) -> Any:
 
 fp8_quantize = _define(
     "fp8_quantize(Tensor x, str scales, *, Tensor? signs=None, Tensor? mean=None,"
-    " Tensor? cu_seqlens=None, Tensor? seqused=None, SymInt blocks=0, ScalarType? dtype=None)",
+    " Tensor? cu_seqlens=None, Tensor? seqused=None, SymInt blocks=0, ScalarType? dtype=None,"
+    " bool transposed=False)",
     "(Tensor x_8bit, Tensor descale)",
 )
 fp8_token_mean = _define(
@@ -86,13 +100,19 @@ def _fp8_quantize_fake(
     *,
     blocks: int = 0,
     dtype: torch.dtype | None = None,
+    transposed: bool = False,
     **tensors: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     check_scales(scales)
     dtype = check_dtype(dtype, scales)
     require_one_device(x, **tensors)
-    shape = descale_shape(x, scales, tensors.get("cu_seqlens"), blocks)
-    return x.new_empty(x.shape, dtype=dtype), x.new_empty(shape, dtype=torch.float32)
+    cu_seqlens = tensors.get("cu_seqlens")
+    descale = x.new_empty(descale_shape(x, scales, cu_seqlens, blocks), dtype=torch.float32)
+    shape: tuple[int, ...] = x.shape
+    if transposed:
+        batch = batch_of(x, cu_seqlens)
+        shape = transposed_shape(*x.shape[-3:], batch, packed=cu_seqlens is not None)
+    return x.new_empty(shape, dtype=dtype), descale
 
 
 def _fp8_token_mean_fake(x: Tensor, **tensors: Tensor | None) -> Tensor:

@@ -105,8 +105,9 @@ BackwardParams backward_params(const Shape& call, int head_dim, bool general = f
 // empty.
 std::string members;
 
+// given_v_t: does a kernel that may transpose V have V^T?
 template <class Storage>
-void list_members() {
+void list_members(bool given_v_t) {
     members.clear();
     const auto add = [](const char* kind, size_t address, size_t bytes, const char* name) {
         members += std::string(kind) + " " + std::to_string(address) + " " + std::to_string(bytes) +
@@ -115,10 +116,10 @@ void list_members() {
 #define FLASH_MEMBER(kind, name, member)              \
     if constexpr (requires(Storage& x) { x.member; }) \
         add(kind, offsetof(Storage, member), sizeof(Storage::member), name);
-    constexpr bool kTransposesV = requires(Storage& x) { x.v_row_major_barriers; };
+    const bool transposes_v = requires(Storage& x) { x.v_row_major_barriers; } && !given_v_t;
     FLASH_MEMBER("pipeline", "Q", q_barriers)
     FLASH_MEMBER("pipeline", "K", k_barriers)
-    FLASH_MEMBER("pipeline", kTransposesV ? "V^T" : "V", v_barriers)
+    FLASH_MEMBER("pipeline", transposes_v ? "V^T" : "V", v_barriers)
     FLASH_MEMBER("pipeline", "row-major V", v_row_major_barriers)
     FLASH_MEMBER("pipeline", "bias", bias.barriers)
     FLASH_MEMBER("pipeline", "dO", do_barriers)
@@ -131,6 +132,7 @@ void list_members() {
     FLASH_MEMBER("barrier", "dS", ds_barriers)
     FLASH_MEMBER("barrier", "turn", turns)
     FLASH_MEMBER("barrier", "full(V's descales)", v_descales_full)
+    FLASH_MEMBER("barrier", "full(partial V)", partial_full)
     FLASH_MEMBER("data", "Q", q)
     FLASH_MEMBER("data", "K", k)
     FLASH_MEMBER("data", "V", v)
@@ -154,9 +156,9 @@ void list_members() {
 
 // Keeps what launch(call) launches with the kernel's shared memory.
 template <class Kernel, class Launch>
-cudaError_t keep(Launch launch) {
+cudaError_t keep(Launch launch, bool given_v_t = false) {
     device::keep_launch_of(sizeof(typename Kernel::SharedStorage));
-    list_members<typename Kernel::SharedStorage>();
+    list_members<typename Kernel::SharedStorage>(given_v_t);
     return launch();
 }
 
@@ -194,17 +196,20 @@ void put_in_pages(ForwardParams& params, const Shape& call) {
 }
 
 template <class Kernel>
-cudaError_t launch_forward(const Shape& call, ElementType type, bool general = false) {
-    return keep<Kernel>([&] {
+cudaError_t launch_forward(const Shape& call, ElementType type, bool general = false,
+                           bool given_v_t = false) {
+    const auto launch = [&] {
         ForwardParams params = forward_params(call, type, Kernel::kHeadDim, general);
         if constexpr (Kernel::kPages) put_in_pages<Kernel::kBlockKV / 2>(params, call);
+        params.v_transposed = given_v_t;
         params.tile_order =
             tile_order_of(params, params.seqlen_q, Kernel::kBlockQ >> call.pack_gqa_log2,
                           call.pack_gqa_log2 > 0 ? call.heads_k : call.heads_q);
         params.tile_order.tiles *= call.num_splits;
         return launch_fa3_forward<Kernel>(params, {.bias = bias_of(params), .gpu = {.sms = kSms}},
                                           nullptr);
-    });
+    };
+    return keep<Kernel>(launch, given_v_t);
 }
 
 template <int kHeadDim, tuning::Fa3ForwardTile kTile, OptionSet kOptions = tuning::kVarlen>
@@ -214,11 +219,11 @@ cudaError_t forward(const Shape& call) {
     return launch_forward<Kernel>(call, ElementType::kBFloat16, changes_scores(kOptions));
 }
 
-template <int kHeadDim, tuning::Fa3ForwardTile kTile = kUsual>
+template <int kHeadDim, tuning::Fa3ForwardTile kTile = kUsual, bool kGivenVT = false>
 cudaError_t forward_fp8(const Shape& call) {
     using Kernel = Fa3ForwardFp8<Float8, kHeadDim, kHeadDim, tuning::kVarlen,
                                  tuning::fa3_forward_fp8_shape({kHeadDim, kHeadDim}, kTile)>;
-    return launch_forward<Kernel>(call, ElementType::kFloat8);
+    return launch_forward<Kernel>(call, ElementType::kFloat8, false, kGivenVT);
 }
 
 template <int kHeadDim, bool kManyQueries = false, OptionSet kOptions = tuning::kVarlen>
@@ -324,6 +329,7 @@ const std::map<std::string, cudaError_t (*)(const Shape&)> kKernels{
     {"forward 128, bias", forward<128, kSmallQ, tuning::kFa3Bias>},
     {"forward 256", forward<256, kUsual>},                  // one stage of Q
     {"forward_fp8 64, small Q", forward_fp8<64, kSmallQ>},  // transposes V
+    {"forward_fp8 64, small Q, V^T", forward_fp8<64, kSmallQ, true>},
     {"forward_fp8 64", forward_fp8<64>},
     {"forward_fp8 128", forward_fp8<128>},
     {"forward_fp8 256", forward_fp8<256>},

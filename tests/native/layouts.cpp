@@ -42,7 +42,14 @@ void note(Event event, uint64_t a, uint64_t b, uint64_t c, uint64_t d, uint64_t 
     if (event == Event::kLoad) loads.push_back({a, b, c, d, e});
     if (event == Event::kCopy) copies.push_back({a, c, d});
 }
-void launch(unsigned, unsigned, size_t, std::function<void()>) {}
+bool runs_launches = false;
+void launch(unsigned ctas, unsigned threads, size_t, std::function<void()> body) {
+    if (!runs_launches) return;
+    gridDim = {ctas};
+    blockDim = {threads};
+    for (blockIdx = {0}; blockIdx.x < ctas; ++blockIdx.x)
+        for (threadIdx = {0}; threadIdx.x < threads; ++threadIdx.x) body();
+}
 
 // ldmatrix and stmatrix of a warp. A warp runs twice: what its lanes load depends on the addresses
 // of all of them.
@@ -522,33 +529,45 @@ std::vector<uint8_t> transposed(const std::vector<uint8_t>& v) {
     return all;
 }
 
-// What transpose_v_kernel makes of V (rows, heads, columns) in varlen sequences, and where channel
-// 0 and key 0 of each of them and of a head are.
+// What transpose_kernel makes of V (rows, heads, columns) in varlen sequences, or without offsets
+// in a batch of `batch`, and where channel 0 and key 0 of each of them and of a head are. Of 16
+// bits with scales of channels, from the maxima over kSumDivisor.
+template <class Element>
 std::pair<std::vector<uint8_t>, std::vector<int64_t>> transposed_v(
-    const std::vector<uint8_t>& v, int heads, int cols, const std::vector<int>& cu_seqlens,
-    const std::vector<int>& seqused) {
-    AttentionParams params{};
-    params.batch = static_cast<int>(seqused.size());
-    params.heads_k = heads;
-    params.head_dim_v = cols;
-    params.seqlen_k = static_cast<int>(v.size()) / heads / cols;
-    params.cu_seqlens_q = params.cu_seqlens_k = cu_seqlens.data();
-    params.seqused_k = seqused.data();
-    params.v = {const_cast<uint8_t*>(v.data()), 0, heads * cols, cols};
-    std::vector<uint8_t> all(transposed_v_bytes(params), 0xee);
-    const TransposeParams transpose{params, all.data()};
-    const int tiles = tile_numbers(params, params.seqlen_k, kTransposeKeys);
-    for (int block = 0; block < tiles * heads; ++block)
-        for (int thread = 0; thread < 32 * ceil_div(cols, 64); ++thread) {
-            blockIdx = {unsigned(block)};
-            threadIdx = {unsigned(thread)};
-            transpose_v_kernel(transpose);
-        }
+    std::vector<uint8_t> v, int batch, int heads, int cols, const std::vector<int>& cu_seqlens,
+    const std::vector<int>& seqused, std::vector<float> amax) {
+    const bool varlen = !cu_seqlens.empty();
+    const int batches = varlen ? 1 : batch;
+    const int row = heads * cols, rows = static_cast<int>(v.size() / sizeof(Element)) / row;
+    std::vector<float> descale(amax.size());
+    QuantizeParams params{};
+    params.batch = batch;
+    params.rows = rows / batches;
+    params.heads = heads;
+    params.head_dim = cols;
+    params.cu_seqlens = varlen ? cu_seqlens.data() : nullptr;
+    params.seqused = seqused.empty() ? nullptr : seqused.data();
+    params.x = {v.data(), int64_t{params.rows} * row, row, cols};
+    params.scales = Scales::kChannel;
+    params.amax = amax.data();
+    params.descale = descale.data();
+    params.numerator = kMaxFloat8 / kSumDivisor;
+    params.least_amax = params.numerator / kMaxFactor;
+    const int keys = transposed_keys(params.rows, batch, varlen);
+    std::vector<uint8_t> all(int64_t{batches} * heads * cols * keys, 0xee);
+    params.transposed = transposed_view(all.data(), heads, cols, keys);
+    device::runs_launches = true;
+    launch_transpose<Element>(params, nullptr);
+    device::runs_launches = false;
+
     std::vector<int64_t> offsets;
-    for (int number = 1; number <= params.batch; ++number)
-        for (int head = 0; head < heads; ++head)
-            offsets.push_back(transposed_v_offset(params, sequence_of<true>(params, number), head));
-    offsets.push_back(channel_bytes(params));
+    for (int number = 0; number < batch; ++number)
+        for (int head = 0; head < heads; ++head) {
+            Sequence s{varlen ? 0 : number, varlen ? number + 1 : 0, 0,
+                       varlen ? cu_seqlens[number] : 0};
+            offsets.push_back(transposed_v_offset(params.transposed, s, head));
+        }
+    offsets.push_back(keys);
     return {all, offsets};
 }
 
@@ -689,7 +708,9 @@ PYBIND11_MODULE(flash_ext_layouts, m) {
     m.def("transposed", [](int keys, int cols, const std::vector<uint8_t>& v) {
         return keys == 64 ? transposed<64, 64>(v) : transposed<192, 256>(v);
     });
-    m.def("transposed_v", &transposed_v);
+    m.def("transposed_v", &transposed_v<Float8>);
+    m.def("bits_of_keys", &bits_of_keys);
+    m.def("quantized_v", &transposed_v<Half>);
     m.def("load_columns", &load_columns);
     m.def("key_descales", &key_descales);
     m.def("may_be_large", [](int head_dim, double scale) {

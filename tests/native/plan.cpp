@@ -136,7 +136,7 @@ cudaError_t bias_gradient(BackwardParams, cudaStream_t) { return note("bias_grad
 cudaError_t combine_splits(ForwardParams, HeadDims, cudaStream_t, bool pdl) {
     return note(pdl ? "combine_splits, pdl" : "combine_splits");
 }
-cudaError_t transpose_v(const ForwardParams&, uint8_t*, cudaStream_t) {
+cudaError_t transpose_v(const ForwardParams&, const TensorView&, cudaStream_t) {
     return note("transpose_v");
 }
 cudaError_t sink_gradient(const BackwardParams&, cudaStream_t) { return note("sink_gradient"); }
@@ -215,6 +215,7 @@ struct Problem {
     int page_size = 0;  // of K and V in pages
     bool fp8 = false, int8 = false, alibi = false;
     bool kv_8_bits = false;  // and q 16
+    bool v_transposed = false;
     double softcap = 0;
     int launched_head_dim = 0;  // of the launch alone, if not 0
 
@@ -300,6 +301,7 @@ struct Problem {
         if (sink) params.sink = reinterpret_cast<float*>(kMemory);
         if (alibi) params.alibi_slopes = reinterpret_cast<float*>(kMemory);
         params.aligned = true;
+        params.v_transposed = v_transposed;
     }
 
     // The regions by name, once they have memory.
@@ -330,16 +332,16 @@ struct Problem {
         ForwardParams& params = plan.params;
         fill(params);
         make_plan(plan, *find_device(gpu));
-        Planned found = planned(plan, {{"out_accum", &params.out_accum},
-                                       {"row_statistics", &params.row_statistics},
-                                       {"o_partial", &params.o_partial},
-                                       {"statistics_partial", &params.statistics_partial},
-                                       {"counters", &params.counters},
-                                       {"q", &params.q.data},
-                                       {"k", &params.k.data},
-                                       {"v", &params.v.data},
-                                       {"out", &params.out.data},
-                                       {"v_transposed", &plan.kernel.v_transposed}});
+        Planned found =
+            planned(plan, {{"out_accum", &params.out_accum},
+                           {"row_statistics", &params.row_statistics},
+                           {"o_partial", &params.o_partial},
+                           {"statistics_partial", &params.statistics_partial},
+                           {"counters", &params.counters},
+                           {"q", &params.q.data},
+                           {"k", &params.k.data},
+                           {plan.kernel.row_major_v ? "v_transposed" : "v", &params.v.data},
+                           {"out", &params.out.data}});
         found.num_splits = params.num_splits;
         found.pack_gqa_log2 = params.pack_gqa_log2;
         found.tile = plan.kernel.decode_tile ? static_cast<int>(*plan.kernel.decode_tile)
@@ -442,6 +444,7 @@ PYBIND11_MODULE(MODULE, m) {
         .def_readwrite("int8", &Problem::int8)
         .def_readwrite("alibi", &Problem::alibi)
         .def_readwrite("kv_8_bits", &Problem::kv_8_bits)
+        .def_readwrite("v_transposed", &Problem::v_transposed)
         .def_readwrite("softcap", &Problem::softcap)
         .def_readwrite("launched_head_dim", &Problem::launched_head_dim)
         .def("choose_forward",

@@ -2,8 +2,8 @@
 // e4m3, Q and K are e4m3 or int8; scores of int8 accumulate in int32. Roles and loop are as in
 // forward.cuh, with these differences:
 //
-// - 8-bit wgmma reads both operands K-major. So V is transposed before, by a kernel of its own
-//   (fp8/transpose_v.cuh), and a warp of the first warpgroup loads V^T. If there are few queries, a
+// - 8-bit wgmma reads both operands K-major. So the call has V^T, or another kernel makes it before
+//   (fp8/transpose_v.cuh), and a warp of the first warpgroup loads it. If there are few queries, a
 //   pass over all of V would take too long: K's producer also loads V, and two warps of the first
 //   warpgroup transpose it (tile/transpose.cuh). Either way these warps copy V's descales, too.
 // - The tensor core keeps only some 14 bits of a sum. So P V of one tile is computed from zero, in
@@ -24,6 +24,10 @@
 //                       of its exponentials
 //   full(V's descales)  32: each thread of the warp that is  consumers, before they store O
 //                       V's producer
+//   full(V)             1: its producer; and TMA's bytes,    consumers, before P V
+//                       unless those of a partial V
+//   full(partial V)     1: V's producer; and TMA's bytes     V's producer, before it clears the
+//                                                            unused keys of the last group of 16
 //
 // In a kernel that transposes V
 //
@@ -63,10 +67,10 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         typename Tiles::QTile, typename Tiles::QPipeline, typename Tiles::KPipeline,
         typename Tiles::VPipeline, typename Tiles::VTile, typename Tiles::WorkTileState;
     static constexpr bool kInt8 = std::is_same_v<QKElement, Int8>;
-    static constexpr bool kTransposesV = kTuning.transposes_v;
-    static constexpr int kProducerRegisters = kTransposesV ? 56 : 40;
+    static constexpr bool kMayTransposeV = kTuning.transposes_v;
+    static constexpr int kProducerRegisters = kMayTransposeV ? 56 : 40;
     static constexpr int kConsumerRegisters = Tiles::consumer_registers(kProducerRegisters);
-    static constexpr int kWarpsOfV = kTransposesV ? 2 : 1;     // of the first warpgroup
+    static constexpr int kTransposingWarps = 2;                // of the first warpgroup
     static constexpr int kPartialCols = kTuning.partial_cols;  // of O that one P V computes
 
     using TransposedVTile = SharedTile<Float8, kHeadDimV, kBlockKV>;
@@ -85,10 +89,11 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
     using Probabilities = typename Softmax::Probabilities;
 
     struct SharedStorage : Tiles::SharedStorage,
-                           std::conditional_t<kTransposesV, RowMajorV, Nothing> {
+                           std::conditional_t<kMayTransposeV, RowMajorV, Nothing> {
         // A barrier for each consumer: its turn to compute exponentials.
         uint64_t turns[kConsumers];
-        int zero;  // is 0, which the compiler does not know
+        int zero;               // is 0, which the compiler does not know
+        uint64_t partial_full;  // of a tile of V^T whose last group of keys has unused ones
         // V's descales of each Q tile, in the stages of their descriptions.
         uint64_t v_descales_full[Tiles::WorkTiles::kStages];
         alignas(sizeof(float2)) float v_descales[Tiles::WorkTiles::kStages][kHeadDimV];
@@ -106,16 +111,21 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
     static constexpr bool kWholeKBlocks = kBlockKV % kDescaleRows == 0;
 
     FLASH_DEVICE void init() const {
-        this->init_pipelines(kWarpsOfV, 1 + kWarpsOfV);  // Q's producer and V's read work tiles
-        if constexpr (kTransposesV) row_major_v().init(kWarpsOfV);
+        this->init_pipelines(warps_of_v(), 1 + warps_of_v());  // Q's producer and V's read tiles
+        if constexpr (kMayTransposeV) row_major_v().init(kTransposingWarps);
         for (uint64_t& full : storage.v_descales_full)
-            ptx::mbarrier_init(ptx::shared_address(&full), 32 * kWarpsOfV);
+            ptx::mbarrier_init(ptx::shared_address(&full), 32 * warps_of_v());
         if (!kTuning.ping_pong)
             for (int i = 0; i < kConsumers; ++i) ptx::mbarrier_init(turn_of(i), 128);
+        if (!transposes_v()) ptx::mbarrier_init(partial_full(), 1);
         storage.zero = 0;
     }
 
     // --- Producers ---
+
+    // Does the kernel transpose V? Not if the call has V^T.
+    FLASH_DEVICE bool transposes_v() const { return kMayTransposeV && !params.v_transposed; }
+    FLASH_DEVICE int warps_of_v() const { return transposes_v() ? kTransposingWarps : 1; }
 
     FLASH_DEVICE RowMajorVPipeline row_major_v() const {
         return {storage.v_row_major, storage.v_row_major_barriers};
@@ -125,12 +135,13 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         typename RowMajorVPipeline::State v;
         if (warp_id() == 0)
             this->produce_k([&](const QueryTile& tile, int first_key) {
-                if constexpr (kTransposesV) load_row_major_v(tile, first_key, v);
+                if constexpr (kMayTransposeV)
+                    if (transposes_v()) load_row_major_v(tile, first_key, v);
             });
         if (warp_id() == 3) this->produce_q();
     }
     FLASH_DEVICE void produce_by_warps() const {
-        if (warp_id() > 0 && warp_id() <= kWarpsOfV) produce_v();
+        if (warp_id() > 0 && warp_id() <= warps_of_v()) produce_v();
     }
 
     FLASH_DEVICE void load_row_major_v(const QueryTile& tile, int first_key,
@@ -142,21 +153,24 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         v.advance();
     }
 
-    // V^T and V's descales, by all lanes of kWarpsOfV warps.
+    // V^T and V's descales, by all lanes of warps_of_v() warps.
     FLASH_DEVICE void produce_v() const {
-        if (!kTransposesV) ptx::wait_for_grid_before();  // for V^T
+        if (!transposes_v()) ptx::wait_for_grid_before();  // for V^T
         typename RowMajorVPipeline::State from;
         typename VPipeline::State to;
+        uint32_t partial = 0;
         for (WorkTileState t;; end_work_tile(t)) {
             work_tiles.descriptions.consumer_wait(t);
             const QueryTile& tile = work_tiles[t];
             if (tile.first_query < 0) return;
             load_v_descales(tile, t);
-            if constexpr (kTransposesV) {
-                transpose_v(tile, from, to);
-            } else if (elected) {
-                load_transposed_v(tile, to);
+            if constexpr (kMayTransposeV) {
+                if (transposes_v()) {
+                    transpose_v(tile, from, to);
+                    continue;
+                }
             }
+            load_transposed_v(tile, to, partial);
         }
     }
 
@@ -165,7 +179,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
     FLASH_DEVICE void load_v_descales(const QueryTile& tile, const WorkTileState& t) const {
         const float* source = descales_of(params.v_descale, tile, tile.head);
         const int64_t stride = source == &kNoDescale ? 0 : params.v_descale.last_stride;
-        for (int i = threadIdx.x - 32; i < params.head_dim_v; i += 32 * kWarpsOfV)
+        for (int i = threadIdx.x - 32; i < params.head_dim_v; i += 32 * warps_of_v())
             ptx::st_shared(v_descales(t) + 4 * i, __float_as_uint(__ldg(source + i * stride)));
         ptx::mbarrier_arrive(v_descales_full(t));
     }
@@ -173,26 +187,55 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
     FLASH_DEVICE uint32_t v_descales(const WorkTileState& t) const {
         return ptx::shared_address(storage.v_descales[t.stage]);
     }
+    FLASH_DEVICE uint32_t partial_full() const {
+        return ptx::shared_address(&storage.partial_full);
+    }
     FLASH_DEVICE uint32_t v_descales_full(const WorkTileState& t) const {
         return ptx::shared_address(&storage.v_descales_full[t.stage]);
     }
 
-    FLASH_DEVICE void load_transposed_v(const QueryTile& tile, typename VPipeline::State& v) const {
+    // `partial`: the parity of the next group of keys that are not all in use.
+    FLASH_DEVICE void load_transposed_v(const QueryTile& tile, typename VPipeline::State& v,
+                                        uint32_t& partial) const {
         const Sequence& s = tile.sequence;
-        const TensorColumns columns =
-            tensor_columns(transposed_v_offset(params, s, key_head(params, tile.head)), s.seqlen_k);
+        const TensorColumns columns = tensor_columns(
+            transposed_v_offset(params.v, s, key_head(params, tile.head)), s.seqlen_k);
         for (int i = tile.kv_tiles.end - 1; i >= tile.kv_tiles.begin; --i, v.advance()) {
-            v_pipeline.producer_acquire(v);
-            v_pipeline.producer_expect(v, TransposedVTile::kBytes);
-            columns.load<TransposedVTile>(params.v_map, v_pipeline.stage(v), v_pipeline.full(v),
-                                          tile.kv_tiles.tile(i) * kBlockKV);
+            const int first_key = tile.kv_tiles.tile(i) * kBlockKV;
+            const int keys = s.seqlen_k - first_key;
+            const bool is_partial = keys < kBlockKV && keys % kKeyGroup != 0;
+            const uint32_t full = is_partial ? partial_full() : v_pipeline.full(v);
+            if (elected) {
+                v_pipeline.producer_acquire(v);
+                ptx::mbarrier_arrive_expect(full, TransposedVTile::kBytes);
+                columns.load<TransposedVTile>(params.v_map, v_pipeline.stage(v), full, first_key);
+            }
+            if (!is_partial) continue;
+            ptx::mbarrier_wait(full, partial);
+            partial ^= 1;
+            clear_unused_keys(v_pipeline.stage(v), keys);
+            ptx::fence_proxy_async();  // wgmma will read what was stored
+            __syncwarp();
+            if (elected) v_pipeline.producer_commit(v);
         }
     }
-    static cudaError_t encode_v_map(Fa3ForwardParams& params, const ForwardKernel& kernel) {
-        if constexpr (kTransposesV) return Tiles::encode_v_map(params, kernel);
-        void* v = params.seqlen_k > 0 ? kernel.v_transposed : params.v.data;  // any address
-        return encode_transposed_map<TransposedVTile>(params.v_map, v, params.head_dim_v,
-                                                      max_of<int64_t>(channel_bytes(params), 16));
+
+    // What V^T has of them may be NaN, also times a P of 0. TMA loads whole groups of keys.
+    FLASH_DEVICE void clear_unused_keys(uint32_t stage, int keys) const {
+        for (int channel = threadIdx.x % 32; channel < kHeadDimV; channel += 32) {
+            const uint32_t group = stage + TransposedVTile::offset(channel, keys / kKeyGroup);
+            uint32_t x[4];
+            ptx::ld_shared_v4(x, group);
+#pragma unroll
+            for (int t = 0; t < 4; ++t) x[t] &= bits_of_keys(t, keys % kKeyGroup);
+            ptx::st_shared_v4(group, x);
+        }
+    }
+    static cudaError_t encode_v_map(Fa3ForwardParams& params) {
+        if (kMayTransposeV && !params.v_transposed) return Tiles::encode_v_map(params);
+        return encode_transposed_map<TransposedVTile>(params.v_map, params.v.data,
+                                                      params.head_dim_v,
+                                                      max_of<int64_t>(params.v.row_stride, 16));
     }
 
     // From V tiles that K's producer has loaded.
@@ -204,8 +247,8 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         for (int i = 0; i < tiles; ++i) {
             row_major.consumer_wait(from);
             v_pipeline.producer_acquire(to);
-            transpose_fp8<VTile, TransposedVTile, kWarpsOfV>(row_major.stage(from),
-                                                             v_pipeline.stage(to), warp_id() - 1);
+            transpose_fp8<VTile, TransposedVTile, kTransposingWarps>(
+                row_major.stage(from), v_pipeline.stage(to), warp_id() - 1);
             ptx::fence_proxy_async();  // wgmma will read what was stored
             __syncwarp();
             if (elected) v_pipeline.producer_commit(to);

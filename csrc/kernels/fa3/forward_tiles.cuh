@@ -365,7 +365,7 @@ struct Fa3ForwardTiles
             while (kKVBoxRows % rows != 0 || params.pages.size % rows != 0) --rows;
         return rows;
     }
-    static cudaError_t encode_v_map(Fa3ForwardParams& params, const ForwardKernel& /*kernel*/) {
+    static cudaError_t encode_v_map(Fa3ForwardParams& params) {
         return encode_tensor_map<VTile>(params.v_map, params.v, params.head_dim_v,
                                         key_box_rows(params));
     }
@@ -586,7 +586,7 @@ cudaError_t launch_fa3_forward(const ForwardParams& call, const ForwardKernel& k
                                    params.q_map, q, params.head_dim, Kernel::kQBoxRows),
                                encode_tensor_map<typename Kernel::KTile>(
                                    params.k_map, params.k, params.head_dim, params.pages.box_rows),
-                               Kernel::encode_v_map(params, kernel)})
+                               Kernel::encode_v_map(params)})
         if (status != cudaSuccess) return status;
     if constexpr (Kernel::kBias)
         if (const cudaError_t status = params.bias_map.template prepare<typename Kernel::BiasTile>(
@@ -596,7 +596,7 @@ cudaError_t launch_fa3_forward(const ForwardParams& call, const ForwardKernel& k
     const int works = work_tile_count(params.tile_order) / params.tile_order.tiles_at_once;
     return launch_kernel<fa3_kernel<Kernel>>(min_of(works, kernel.gpu.sms), Kernel::kThreads,
                                              sizeof(typename Kernel::SharedStorage), params, stream,
-                                             {.pdl = kernel.v_transposed != nullptr});
+                                             {.pdl = kernel.row_major_v.has_value()});
 }
 
 }  // namespace flash_ext

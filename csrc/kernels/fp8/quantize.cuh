@@ -17,22 +17,10 @@
 
 #include "kernels/fp8/columns.cuh"
 #include "kernels/fp8/rotate.cuh"
+#include "kernels/fp8/transpose_v.cuh"
 #include "ptx/grid_dependency.cuh"
 
 namespace flash_ext {
-
-FLASH_DEVICE float descale_of(const QuantizeParams& params, float amax) {
-    if (!(amax > 0.f)) return amax + 1.f;  // of 0 and NaN
-    amax = fmaxf(amax, params.least_amax);
-    return static_cast<float>(amax * params.descale_of_1);  // in float32 it might overflow
-}
-
-// How many values amax and descale have; not for block scales.
-FLASH_HOST_DEVICE int64_t scale_count(const QuantizeParams& params) {
-    if (params.scales == Scales::kTensor) return 1;
-    const int64_t heads = int64_t{params.batch} * params.heads;
-    return params.scales == Scales::kHead ? heads : heads * params.head_dim;
-}
 
 // Of descales of blocks, CTAs with rows write their own, and the first of a sequence those that the
 // sequence does not reach.
@@ -47,11 +35,6 @@ FLASH_DEVICE void store_block_descales(const QuantizeParams& params, const RowTi
     for (int i = ceil_div(tile.length, kScaleRows) + Layout::thread(); i < params.blocks;
          i += Layout::kCtas * blockDim.x)
         descale[i] = 1.f;
-}
-
-// The maximum of a tile's tensor or head.
-FLASH_DEVICE float& amax_of(const QuantizeParams& params, const RowTile& tile) {
-    return params.amax[params.scales == Scales::kHead ? tile.scale_head(params) : 0];
 }
 
 // Stores a warp's results: a lane stores those of the vectors 64 i + 2 lane, the first of them at
@@ -76,20 +59,6 @@ FLASH_DEVICE void store_results(const QuantizeParams& params, const TilePosition
     }
 }
 
-// The factors of eight columns from `column` on, of a scale for each.
-FLASH_DEVICE void load_factors(float (&factors)[8], const QuantizeParams& params,
-                               const RowTile& tile, int column) {
-    alignas(16) float amax[8] = {};
-    if (tile.sequence >= 0) {
-        const auto* source = reinterpret_cast<const float4*>(
-            params.amax + tile.scale_head(params) * params.head_dim + column);
-        reinterpret_cast<float4&>(amax[0]) = source[0];
-        reinterpret_cast<float4&>(amax[4]) = source[1];
-    }
-#pragma unroll
-    for (int e = 0; e < 8; ++e) factors[e] = factor_of(params, amax[e]);
-}
-
 template <class Rows>
 FLASH_DEVICE void quantize_tiles(const QuantizeParams& params) {
     using Layout = typename Rows::Layout;
@@ -104,12 +73,7 @@ FLASH_DEVICE void quantize_tiles(const QuantizeParams& params) {
     maxima.wait_for_init();
 
     if (params.scales != Scales::kBlock) ptx::wait_for_grid_before();  // for zeros, or the maxima
-    if (second_pass) {
-        const int64_t step = int64_t{gridDim.x} * blockDim.x;
-        for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < scale_count(params);
-             i += step)
-            params.descale[i] = descale_of(params, params.amax[i]);
-    }
+    if (second_pass) store_descales(params);
 
     for (bool more = true; more;) {
         const RowTile& tile = stream.read(params, rows);
@@ -125,18 +89,19 @@ FLASH_DEVICE void quantize_tiles(const QuantizeParams& params) {
         if (!second_pass) {
             amax = maxima.reduce(largest * (divisor / kSumDivisor), stream.number());
         } else if (params.scales != Scales::kChannel && tile.sequence >= 0) {
-            amax = amax_of(params, tile);
+            amax = amax_of(params, tile.scale_head(params));
         }
         if (params.finds_maxima) {
             if (Layout::thread() == 0 && tile.used > 0)
-                atomicMax(reinterpret_cast<uint32_t*>(&amax_of(params, tile)),
+                atomicMax(reinterpret_cast<uint32_t*>(&amax_of(params, tile.scale_head(params))),
                           __float_as_uint(amax));
             continue;
         }
         if (!second_pass) store_block_descales<Layout>(params, tile, amax);
         if (!Rows::kRotates && params.scales == Scales::kChannel) {
-            float factors[8];
-            load_factors(factors, params, tile, rows.column());
+            float factors[8] = {};
+            if (tile.sequence >= 0)
+                load_channel_factors(factors, params, tile.scale_head(params), rows.column());
             rows.template write<Float8>(stream.storage, factors);
         } else {
             float factor = factor_of(params, amax);
@@ -202,7 +167,9 @@ cudaError_t quantize(QuantizeParams params, const GpuModel& gpu, cudaStream_t st
     params.finds_maxima = params.scales == Scales::kTensor || params.scales == Scales::kHead;
     if (status == cudaSuccess && params.finds_maxima) status = launch_quantize(params, gpu, stream);
     params.finds_maxima = false;
-    return status == cudaSuccess ? launch_quantize(params, gpu, stream) : status;
+    if (status != cudaSuccess) return status;
+    return params.transposed.data == nullptr ? launch_quantize(params, gpu, stream)
+                                             : transpose_rows(params, stream);
 }
 
 }  // namespace flash_ext

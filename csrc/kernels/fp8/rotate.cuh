@@ -21,41 +21,11 @@
 // Tensor cores would add in another one.
 #pragma once
 
+#include "kernels/fp8/scales.cuh"
 #include "kernels/fp8/tile_stream.cuh"
-#include "ptx/float8.cuh"
 #include "ptx/math.cuh"
 
 namespace flash_ext {
-
-// The factor from numbers to results, from the maximum over kSumDivisor.
-FLASH_DEVICE float factor_of(const QuantizeParams& params, float amax) {
-    return params.numerator / fmaxf(amax, params.least_amax);
-}
-
-// Eight numbers times their factors, rounded to int8, ties to even. They are at most 127 units in
-// magnitude; what a NaN becomes does not matter, as its scale is NaN.
-FLASH_DEVICE uint2 scaled(Int8, const float* x, const float (&factors)[8]) {
-    // Added to a number, has its units in the low bits.
-    constexpr float kOneAndAHalf = 0x1.8p23f * kInt8Unit;
-    uint32_t bits[8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i)
-        bits[i] = __float_as_uint(__fmul_rn(x[i], factors[i]) + kOneAndAHalf);
-    const auto pack = [&](int i) {
-        return ptx::byte_permute(ptx::byte_permute(bits[i], bits[i + 1], 0x0040),
-                                 ptx::byte_permute(bits[i + 2], bits[i + 3], 0x0040), 0x5410);
-    };
-    return {pack(0), pack(4)};
-}
-
-// The same, rounded to e4m3.
-FLASH_DEVICE uint2 scaled(Float8, const float* x, const float (&factors)[8]) {
-    const auto pack = [&](int i) {
-        return ptx::pack_e4m3(x[i] * factors[i], x[i + 1] * factors[i + 1],
-                              x[i + 2] * factors[i + 2], x[i + 3] * factors[i + 3]);
-    };
-    return {pack(0), pack(4)};
-}
 
 // kHadamardDim: 0 without a rotation.
 template <class Element, int kHadamardDim>

@@ -34,8 +34,18 @@ inline void unpack_e4m3(uint32_t packed, uint32_t& first, uint32_t& second) {
 inline uint32_t sub_halves(uint32_t x, uint32_t y) {
     return (((x & 0xffff) - (y & 0xffff)) & 0xffff) | ((x >> 16) - (y >> 16)) << 16;
 }
-// Other numbers of 16 and 8 bits: no test looks at them.
-inline uint32_t pack_e4m3(float, float, float, float) { return 0; }
+// To the nearest, ties to even; beyond 448 to 448.
+inline uint32_t to_e4m3(float x) {
+    const uint32_t sign = std::signbit(x) ? 0x80 : 0;
+    if (std::isnan(x)) return 0x7f;
+    x = std::min(std::fabs(x), 448.f);
+    const int exponent = std::max(x > 0.f ? std::ilogb(x) : -6, -6);
+    const auto steps = static_cast<uint32_t>(std::nearbyint(std::ldexp(x, 3 - exponent)));
+    return sign | (8 * static_cast<uint32_t>(exponent + 6) + steps);
+}
+inline uint32_t pack_e4m3(float x0, float x1, float x2, float x3) {
+    return to_e4m3(x0) | to_e4m3(x1) << 8 | to_e4m3(x2) << 16 | to_e4m3(x3) << 24;
+}
 inline uint32_t byte_permute(uint32_t x, uint32_t y, uint32_t selector) {
     const uint64_t bytes = uint64_t{y} << 32 | x;
     uint32_t result = 0;
