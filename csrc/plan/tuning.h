@@ -528,6 +528,7 @@ inline constexpr Fa3BackwardRow kFa3Backward[] = {
                    .dq_registers = Fa3DQRegisters::kOfDP,
                    .bias_stages = 1},
      .with_mask = {.block_q = 128,
+                   .q_stages = 3,
                    .overlap = kByMatmul,
                    .transpose_dq = false,
                    .hold_ds = false,
