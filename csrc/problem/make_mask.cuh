@@ -10,8 +10,6 @@
 
 namespace flash_ext {
 
-enum class BlockKind : uint8_t { kHidden, kFull, kPartial };
-
 // A tensor of bytes or ints that the caller gives, in any strides.
 template <class T>
 struct MaskInput {

@@ -45,6 +45,19 @@ struct BlockRuns {
     FLASH_HOST_DEVICE const int* first_run() const { return row + kMaskHeader; }
 };
 
+enum class BlockKind : uint8_t { kHidden, kFull, kPartial };
+
+FLASH_HOST_DEVICE BlockKind kind_of(const BlockRuns& runs, int block) {
+    int before = 0;
+    for (int i = 0; i < runs.runs(); ++i) {
+        const BlockRun run = block_run(runs.first_run()[i]);
+        if (block >= run.first && block < run.first + run.count)
+            return before < runs.full() ? BlockKind::kFull : BlockKind::kPartial;
+        before += run.count;
+    }
+    return BlockKind::kHidden;
+}
+
 // How many blocks of the row come before this one.
 FLASH_HOST_DEVICE int blocks_before(const BlockRuns& runs, int block) {
     int before = 0;

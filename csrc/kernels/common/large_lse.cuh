@@ -16,6 +16,7 @@
 #include "kernels/common/varlen.cuh"
 #include "plan/tuning.h"
 #include "plan/workspace_rows.cuh"
+#include "problem/hide_by_words.cuh"
 #include "problem/key_rows.cuh"
 #include "problem/mask.cuh"
 #include "problem/score.cuh"
@@ -98,6 +99,8 @@ FLASH_DEVICE void split_large_lse_of_rows(const BackwardParams& params, const Se
             ScoreFunction<Element, Rows::kQueries, tuning::kAllOptions>{params, sequence, head}
                 .apply(rS, first_query, key);
         mask_scores(rS, key, [&](int row) { return mask.key_range(first_query + row); });
+        if (params.tile_mask.kv_tiles != nullptr)
+            hide_by_words(rS, params, sequence, head, first_query, key);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const float new_max = fmaxf(max[i], rS.row_max(0, i));

@@ -2,16 +2,11 @@
 // writes to shared memory where each is, and TMA brings the words of partial ones.
 #pragma once
 
-#include "problem/score.cuh"
-#include "problem/tile_mask.cuh"
-#include "ptx/memory.cuh"
+#include "problem/hide_by_words.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/tma.cuh"
-#include "tile/fragment.cuh"
 
 namespace flash_ext {
-
-using MaskWords = uint32_t[kMaskWords];
 
 // A member of SharedStorage, empty without such a mask. In the forward: of the stages of Q the
 // words of 128 queries, of the stages of K the words of a partial block and the first key.
@@ -37,63 +32,6 @@ struct BackwardMaskStorage<false, kStages, kRows> {};
 FLASH_DEVICE void load_words(MaskWords* target, const uint32_t* source, int queries,
                              uint32_t full) {
     ptx::bulk_load(ptx::shared_address(target), source, queries * int{sizeof *target}, full);
-}
-
-// The columns of a lane, 0, 1, 8, 9, 16, ..., that an interval has, as bits.
-FLASH_DEVICE uint32_t lane_columns(int begin, int end) {
-    const int from = columns_before(begin);
-    return ptx::bit_range(from, max_of(columns_before(end) - from, 0));
-}
-
-// Hides what the words of its query do not show of each row, words_of(row), in a tile whose columns
-// are the keys from first_key on. `bits`: of the whole block of keys. none: they show nothing.
-template <class Scores, class WordsOf>
-FLASH_DEVICE void hide_keys(Scores& s, WordsOf words_of, bool bits, bool none, int first_key) {
-    static_assert(Scores::kM == 1 && 2 * Scores::kN <= 32);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const MaskWords& row = words_of(ptx::not_hoisted(lane_row() + 8 * i));
-        uint32_t visible;
-        if (bits) {
-            visible = row[lane_id() % 4] >> first_key % kMaskBlock / 4;
-        } else {
-            const int first = first_key + lane_col();
-            visible =
-                lane_columns(static_cast<int>(row[0]) - first, static_cast<int>(row[1]) - first) |
-                lane_columns(static_cast<int>(row[2]) - first, static_cast<int>(row[3]) - first);
-        }
-        if (none) visible = 0;
-#pragma unroll
-        for (int j = 0; j < 2 * Scores::kN; ++j)
-            if (!(visible >> j & 1)) s.v[0][j / 2][2 * i + j % 2] = -INFINITY;
-    }
-}
-
-// The same if rows are keys, a warp's 16 from first_key on, and columns queries.
-template <class Scores>
-FLASH_DEVICE void hide_queries(Scores& s, const MaskWords* words, bool bits, int first_key) {
-    const int key = first_key + lane_row();
-    const int bit = first_key % kMaskBlock / 4 + lane_row() % 2;
-#pragma unroll
-    for (int n = 0; n < Scores::kN; ++n)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-            const MaskWords& query = words[8 * n + lane_col() + e];
-            if (bits) {
-                const uint32_t visible = query[lane_row() / 2] >> bit;
-                if (!(visible & 1)) s.v[0][n][e] = -INFINITY;
-                if (!(visible & 4)) s.v[0][n][2 + e] = -INFINITY;
-            } else {
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    const auto within = [&](int at) {
-                        return static_cast<uint32_t>(key + 8 * i) - query[at] <
-                               query[at + 1] - query[at];
-                    };
-                    if (!within(0) && !within(2)) s.v[0][n][2 * i + e] = -INFINITY;
-                }
-            }
-        }
 }
 
 }  // namespace flash_ext

@@ -1,0 +1,87 @@
+// Hides the scores that a mask of tiles does not show.
+#pragma once
+
+#include "problem/score.cuh"
+#include "problem/tile_mask.cuh"
+
+namespace flash_ext {
+
+using MaskWords = uint32_t[kMaskWords];
+
+// The columns of a lane, 0, 1, 8, 9, 16, ..., that an interval has, as bits.
+FLASH_DEVICE uint32_t lane_columns(int begin, int end) {
+    const int from = columns_before(begin);
+    return ptx::bit_range(from, max_of(columns_before(end) - from, 0));
+}
+
+// Hides what the words of its query do not show of each row, words_of(row), in a tile whose columns
+// are the keys from first_key on. `bits`: of the whole block of keys. none: they show nothing.
+template <class Scores, class WordsOf>
+FLASH_DEVICE void hide_keys(Scores& s, WordsOf words_of, bool bits, bool none, int first_key) {
+    static_assert(Scores::kM == 1 && 2 * Scores::kN <= 32);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const MaskWords& row = words_of(ptx::not_hoisted(lane_row() + 8 * i));
+        uint32_t visible;
+        if (bits) {
+            visible = row[lane_id() % 4] >> first_key % kMaskBlock / 4;
+        } else {
+            const int first = first_key + lane_col();
+            visible =
+                lane_columns(static_cast<int>(row[0]) - first, static_cast<int>(row[1]) - first) |
+                lane_columns(static_cast<int>(row[2]) - first, static_cast<int>(row[3]) - first);
+        }
+        if (none) visible = 0;
+#pragma unroll
+        for (int j = 0; j < 2 * Scores::kN; ++j)
+            if (!(visible >> j & 1)) s.v[0][j / 2][2 * i + j % 2] = -INFINITY;
+    }
+}
+
+// The same if rows are keys, a warp's 16 from first_key on, and columns queries.
+template <class Scores>
+FLASH_DEVICE void hide_queries(Scores& s, const MaskWords* words, bool bits, int first_key) {
+    const int key = first_key + lane_row();
+    const int bit = first_key % kMaskBlock / 4 + lane_row() % 2;
+#pragma unroll
+    for (int n = 0; n < Scores::kN; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            const MaskWords& query = words[8 * n + lane_col() + e];
+            if (bits) {
+                const uint32_t visible = query[lane_row() / 2] >> bit;
+                if (!(visible & 1)) s.v[0][n][e] = -INFINITY;
+                if (!(visible & 4)) s.v[0][n][2 + e] = -INFINITY;
+            } else {
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    const auto within = [&](int at) {
+                        return static_cast<uint32_t>(key + 8 * i) - query[at] <
+                               query[at + 1] - query[at];
+                    };
+                    if (!within(0) && !within(2)) s.v[0][n][2 * i + e] = -INFINITY;
+                }
+            }
+        }
+}
+
+// Hides what the mask in memory does not show of 16 queries and of a tile of keys within a block.
+template <class Scores>
+FLASH_DEVICE void hide_by_words(Scores& s, const AttentionParams& params, const Sequence& sequence,
+                                int head, int first_query, int first_key) {
+    const int block = first_key / kMaskBlock;
+    const BlockKind kind =
+        kind_of(runs_of_q_block(params, sequence.batch, head, first_query / kMaskBlock), block);
+    if (kind == BlockKind::kFull) return;
+    if (kind == BlockKind::kHidden) {
+        s.for_each([](float& x, int, int) { x = -INFINITY; });
+        return;
+    }
+    const auto words = [&](int row) -> const MaskWords& {
+        return *reinterpret_cast<const MaskWords*>(
+            words_of(params, sequence.batch, head, first_query + row, block));
+    };
+    hide_keys(s, words, params.tile_mask.bits, /*none=*/false, first_key);
+}
+
+}  // namespace flash_ext
