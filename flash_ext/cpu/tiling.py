@@ -83,7 +83,9 @@ class Tiling:
         """Of one span of q (B, Sq, Hq, D), k (B, Sk, Hk, D) and v (B, Sk, Hk, Dv)."""
         (heads_q, head_dim), heads_k = q.shape[2:], k.shape[2]
         batch, dtype = span.batch.stop - span.batch.start, statistics_dtype(q.dtype)
-        if on_chip is None and options.variant == "auto":
+        if options.batch_invariant:  # blocks that do not depend on the call
+            B_r = B_c = 64
+        elif on_chip is None and options.variant == "auto":
             B_r, B_c = fast_block_sizes(batch * heads_q, dtype)
         else:
             B_r, B_c = block_sizes(on_chip or ON_CHIP_ELEMENTS, max(head_dim, v.shape[3]))
@@ -166,6 +168,21 @@ class Tiling:
         if self.input_dtype == self.dtype:
             return tile
         return tile.to(self.input_dtype).to(self.dtype)
+
+    def product(self, a: Tensor, b: Tensor) -> Tensor:
+        """a b. With batch_invariant each element is a sum in order, which no BLAS promises."""
+        if not self.options.batch_invariant:
+            return a @ b
+        total = a.new_zeros((*a.shape[:-1], b.shape[-1]))
+        for i in range(a.shape[-1]):
+            total += a[..., i, None] * b[..., i, None, :]  # a product and a sum, never one FMA
+        return total
+
+    def row_sum(self, P: Tensor) -> Tensor:
+        """The sums of rows, (…, 1)."""
+        if not self.options.batch_invariant:
+            return P.sum(dim=-1, keepdim=True)
+        return self.product(P, P.new_ones(P.shape[-1], 1))
 
     # --- Blocks ---
 
