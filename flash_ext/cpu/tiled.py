@@ -41,7 +41,7 @@ from ..ops.options import CPU_VARIANTS, QK_8_BITS, BackwardTensors, Options
 from . import fp8
 from .sequences import Span, spans
 from .tile_mask import mask_as_bias
-from .tiling import Tiling, exp_, reciprocal, starting_statistics
+from .tiling import Tiling, exp_, in_double, reciprocal, starting_statistics
 
 
 class Operands(NamedTuple):
@@ -162,7 +162,7 @@ def fa2_forward(tiling: Tiling, operands: Operands) -> tuple[Tensor, Tensor]:
             O_i.mul_(rescale).add_(tiling.product(tiling.rounded(P_ij), V_j))  # 10
             m_i = m_new
         O_i.mul_(reciprocal(ell_i).mul_(tiling.late_factor))  # 12, 14
-        L[:, rows] = m_i + ell_i.log()  # 13, 15
+        L[:, rows] = m_i + in_double(torch.log, ell_i)  # 13, 15
 
     return Out, L
 

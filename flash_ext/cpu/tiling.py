@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -243,7 +244,8 @@ class Tile:
         corners = (self.q0, self.q1, self.k0, self.k1)
         S_ij.mul_(tiling.scale)
         if options.softcap > 0:
-            self.tanh = S_ij.div_(options.softcap).tanh_()
+            tanh = partial(in_double, torch.tanh) if options.batch_invariant else torch.tanh_
+            self.tanh = tanh(S_ij.div_(options.softcap))
             S_ij = self.tanh * options.softcap
         S = self._by_head(S_ij)
         if options.alibi_slopes is not None:
@@ -328,6 +330,12 @@ def starting_statistics(tiling: Tiling) -> tuple[Tensor, Tensor]:
 def reciprocal(row_sum: Tensor) -> Tensor:
     """diag(ℓ)⁻¹, where a row that saw no key (ℓ = 0) keeps its O = 0."""
     return row_sum.masked_fill(row_sum == 0, 1).reciprocal_()
+
+
+def in_double(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """function(x), rounded: in float32 torch's vectors and the rest of an array may differ by a
+    bit."""
+    return function(x.double()).to(x.dtype)
 
 
 def exp_(tile: Tensor, minus: Tensor | float = 0.0) -> Tensor:
