@@ -8,9 +8,9 @@ decode: one query a sequence. append: the same, with the new key written first, 
 prefill: a chunk of a prompt, after what the cache has of it. mixed: one long sequence among others.
 
 `flash_ext` is attention_with_cache; `batch_invariant` and `dense` are the same with this option and
-on a dense cache. Peers: SDPA's flash backend on a dense cache, cuDNN's paged SDPA through
-nvidia-cudnn-frontend, and torch's varlen_attn, if it takes pages. shapes.toml has the sizes. No call
-is timed before its result agrees with standard attention in float32.
+on a dense cache. Peers: SDPA's flash backend on a dense cache, cuDNN's paged SDPA by its frontend
+nvidia-cudnn-frontend, and torch's varlen_attn, if it takes pages. shapes.toml has the sizes. No
+call is timed before its result agrees with standard attention in float32.
 """
 
 from __future__ import annotations
