@@ -28,6 +28,7 @@ speed --d 96 192 --s 1024 4096 16384 --variants fa2 fa3 --peers flash cudnn
 speed --dtype fp16 --d 128 --s 1024 4096 16384 --peers flash cudnn
 run host --peers flash cudnn
 run options --rounds 10
+run serving
 run train --rounds 2 --model small medium bert-large
 if $all; then
     speed --set models --variants fa2 fa3 --peers flash cudnn flash_attn_4

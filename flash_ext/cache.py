@@ -64,6 +64,7 @@ class CacheArguments(_CacheTensors, _PlainOptions, total=False):
     k_descale: Tensor | None
     v_descale: Tensor | None
     out_dtype: torch.dtype | None
+    batch_invariant: bool
 
 
 class PrefixArguments(_CacheTensors, _PlainOptions, total=False):

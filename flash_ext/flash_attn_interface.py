@@ -17,7 +17,7 @@ FlashAttention-3's names:
         bfloat16; or finer, as `flash_ext.attention` has them. FP8 is forward only, without softcap.
     deterministic: False follows `torch.are_deterministic_algorithms_enabled()`.
     num_splits, pack_gqa, sm_margin, scheduler_metadata, max_seqlen_q, max_seqlen_k: have no effect
-        on the result. flash_ext plans each call itself, and uses all SMs.
+        on the result, except num_splits of a cache. flash_ext plans each call, and uses all SMs.
     return_attn_probs: return (out, softmax_lse) instead of out, which older FlashAttention-3 always
         did. softmax_lse is float32, (B, Hq, Sq), or (Hq, total_q) of packed sequences; −inf where a
         query sees no key. Here it is differentiable.
@@ -37,7 +37,7 @@ from torch import Tensor
 
 from . import ops
 from .cache import run_with_cache
-from .flash_attn.cache import checked_call
+from .flash_attn.cache import checked_call, with_splits
 from .flash_attn.shared import attend, refuse_given, unpack
 from .ops.checks import (
     Pair,
@@ -290,7 +290,8 @@ def flash_attn_with_kvcache(
     """Attention of q (B, Sq, Hq, D) to a cache, into which k and v are written first. No gradients.
 
     The tensors are as of `flash_ext.attention_with_cache`, where rotary_seqlens, cu_seqlens_q and
-    cu_seqlens_k_new have these names too. max_seqlen_q is not needed. With page_table cos and sin
+    cu_seqlens_k_new have these names too. num_splits = 1 is batch_invariant there, except with 8
+    bits. max_seqlen_q is not needed. With page_table cos and sin
     have a position for each key that the table has room for.
 
     Returns:
@@ -324,6 +325,7 @@ def flash_attn_with_kvcache(
         softmax_scale, causal, window_size, attention_chunk, softcap,
         (q_descale, k_descale, v_descale), seqlen_q, call.capacity,
     )  # fmt: skip
+    options = with_splits(options, num_splits, k_cache)
     out, lse, _ = run_with_cache(call, options)
     return (out, lse, lse.new_empty(0), lse.new_empty(0)) if return_softmax_lse else out
 

@@ -45,6 +45,7 @@ class AttentionOptions(TypedDict, total=False):
     v_transposed: bool
     out_dtype: torch.dtype | None
     deterministic: bool | None
+    batch_invariant: bool
     variant: str
 
 
@@ -100,6 +101,7 @@ def attention_options(
     v_transposed: bool = False,
     out_dtype: torch.dtype | None = None,
     deterministic: bool | None = None,
+    batch_invariant: bool = False,
     variant: str = "auto",
     **unknown: object,
 ) -> dict[str, Any]:
@@ -171,6 +173,8 @@ def attention_options(
         deterministic = torch.are_deterministic_algorithms_enabled()
     if deterministic is not False:
         options["deterministic"] = deterministic
+    if batch_invariant is not False:
+        options["batch_invariant"] = batch_invariant
     if variant != "auto":
         options["variant"] = variant
     return options
@@ -308,6 +312,13 @@ def attention(
         out_dtype: the dtype of out: with 8-bit inputs bfloat16 (None) or float16, otherwise q's.
         deterministic: gradients that repeat bit by bit. None follows
             `torch.are_deterministic_algorithms_enabled()`.
+        batch_invariant: out and lse of a query have bits that depend on it and on the keys that it
+            sees alone: whatever else is in the batch, however a prompt is cut into chunks, packed,
+            dense or in pages. So training agrees with generation bit for bit, on the same kind of
+            device and with the same variant, head dims and other options. "auto" is fa3 for pages
+            of a multiple of 8 keys and without pages, if there is neither sink, softcap, ALiBi,
+            bias nor dropout; else fa2. Keys are not split: long keys for few rows are slower. Not
+            with fa1 and 8 bits. On a CPU it is for tests: products are sums in order, and slow.
         variant: "fa1", "fa2", "fa3", or "auto" for the fastest that runs: fa3 if it can, fa2
             elsewhere (on a CPU with larger tiles than the paper's). 8-bit inputs have only fa3. It
             chooses without a warning: the result is as exact, and `flash_ext.explain` says what

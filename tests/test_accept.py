@@ -47,6 +47,7 @@ OF_8_BITS = {
     "a bias": ("bias", tensor("bias", 1, 1, 1, 1)),
     "dropout": ("dropout_p", option(dropout_p=0.5)),
     "a mask": (None, mask()),
+    "batch invariance": ("batch_invariant", option(batch_invariant=True)),
     "one number": (None, tensor("q_descale")),
     "one number in a vector": (None, tensor("k_descale", 1)),
     "two numbers": ("k_descale", tensor("k_descale", 2)),
@@ -132,6 +133,7 @@ def good_in_8_bits(device: str) -> Arguments:
 MORE = {
     "a window": (None, option(window_left=3, window_right=0)),
     "every variant": (None, option(variant="fa3")),
+    "batch invariance": (None, option(batch_invariant=True)),
     "descales": ("q_descale", tensor("q_descale")),
     "out in q's dtype": (None, option(out_dtype=torch.bfloat16)),
     "out in another": ("out_dtype", option(out_dtype=torch.float16)),

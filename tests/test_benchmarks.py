@@ -36,6 +36,7 @@ import memory  # noqa: E402
 import options  # noqa: E402
 import providers  # noqa: E402
 import results  # noqa: E402
+import serving  # noqa: E402
 import support  # noqa: E402
 import timing  # noqa: E402
 import train  # noqa: E402
@@ -338,6 +339,24 @@ def test_two_builds_take_turns(tmp_path: Path, run: Run, capfd: pytest.CaptureFi
 
 
 # ------------------------------------------------------------------------------ other subjects
+def test_serving(run: Run) -> None:
+    """Every table, dense and in pages; a wrong result is not timed."""
+    found = run(serving.main, "--rounds", 1)
+    assert {(c["table"], c["page"]) for c in found} == {
+        (table, page) for table in serving.SIZES["tables"] for page in (0, 16)
+    }
+    for cell in found:
+        ours = cell["providers"]
+        assert ours.keys() == set(serving.OURS[: 3 if cell["page"] else 2])
+        assert all("ms" in result for result in ours.values())
+    right = flash_ext.attention_with_cache
+    with mock.patch.object(
+        flash_ext, "attention_with_cache", lambda *x, **y: right(*x, **(y | {"causal": False}))
+    ):
+        wrong = run(serving.main, "--rounds", 1, "--only", "prefill", status=1)
+    assert all("WRONG" in r["skipped"] for c in wrong for r in c["providers"].values())
+
+
 def test_options(run: Run) -> None:
     """Every option of every variant that runs."""
     found = run(options.main, "--rounds", 1, "--d", 64)

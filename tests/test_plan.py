@@ -586,6 +586,46 @@ def test_the_fastest_variant_or_the_one_named(native: ModuleType) -> None:
     assert p.choose_forward("auto") == ("fa3", "")
 
 
+@pytest.mark.parametrize("head_dims", KERNEL_DIMS)
+def test_batch_invariant_calls_have_one_tile(
+    head_dims: tuple[int, int], native: ModuleType
+) -> None:
+    """Whatever the lengths, the heads and the batch, with pages and without, and never splits."""
+    dims = dict(zip(("head_dim", "head_dim_v"), head_dims, strict=True))
+    for shape, varlen, page_size in itertools.product(SHAPES, (False, True), (0, 16)):
+        p = problem(native, **shape, **dims, varlen=varlen, page_size=page_size)
+        p.batch_invariant = True
+        assert p.choose_forward("auto") == ("fa3", "")
+        plan = p.forward("fa3")
+        assert (plan.num_splits, plan.tile, plan.changes_scores) == (1, 0, False)
+        assert plan.launches[0].startswith("fa3_forward<")
+        plan = p.forward("fa2")
+        assert (plan.num_splits, plan.changes_scores) == (1, True)  # the tile that pages have, too
+
+
+@pytest.mark.parametrize(
+    ("fields", "variant"),
+    (
+        ({}, "fa3"),
+        ({"sink": True}, "fa2"),
+        ({"softcap": 3.0}, "fa2"),
+        ({"alibi": True, "page_size": 16}, "fa2"),
+        ({"page_size": 12}, "fa2"),
+        ({"odd_rows": "k"}, "fa3"),  # copied, however few queries there are
+    ),
+)
+def test_who_is_batch_invariant(
+    fields: dict[str, object], variant: str, native: ModuleType
+) -> None:
+    for seqlen_q in (1, 20, 5000):
+        sizes = {"batch": 3, "seqlen_q": seqlen_q, "seqlen_k": 5000}
+        p = problem(native, **sizes, **fields, batch_invariant=True)
+        assert p.choose_forward("auto")[0] == variant
+        assert p.choose_forward("fa1") == (None, "variant 'fa1' is not batch-invariant")
+        if p.page_size == 0:
+            assert p.choose_backward(variant)[0] is not None
+
+
 @pytest.mark.parametrize(
     ("fields", "why"),
     [

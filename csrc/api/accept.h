@@ -211,7 +211,7 @@ inline bool accepts_8_bit_options(ScalarType dtype, ScalarType key_dtype, const 
     };
     const bool packed_keys = options.cu_seqlens_k.has_value();
     return (!out || *out == ScalarType::BFloat16 || *out == ScalarType::Half) && !options.bias &&
-           options.dropout_p == 0 &&
+           options.dropout_p == 0 && !options.batch_invariant &&
            accepts_descale(options.q_descale, sizes, sizes.heads_q,
                            blocks(sizes.seqlen_q, sizes.varlen), device) &&
            accepts_descale(options.k_descale, sizes, sizes.heads_k,

@@ -149,6 +149,7 @@ void fill_params(AttentionParams& params, const Sizes& sizes, std::span<const Op
         params.p_factor = std::min(keep_scale, max_p_factor);
         params.late_factor = keep_scale / params.p_factor;
     }
+    params.batch_invariant = options.batch_invariant;
     params.aligned = std::ranges::all_of(operands, &Operand::is_aligned);
 }
 

@@ -48,6 +48,7 @@ struct Options {
     bool v_transposed = false;
     std::optional<torch::headeronly::ScalarType> out_dtype;
     bool deterministic = false;
+    bool batch_invariant = false;
     std::string variant = "auto";
 
     // All of them, for what passes them on.
@@ -55,7 +56,8 @@ struct Options {
         return std::tie(scale, causal, window_left, window_right, softcap, alibi_slopes, bias,
                         mask_kv_tiles, mask_q_tiles, mask_words, sink, cu_seqlens_q, cu_seqlens_k,
                         seqused_k, page_table, dropout_p, rng_state, q_descale, k_descale,
-                        v_descale, v_transposed, out_dtype, deterministic, variant);
+                        v_descale, v_transposed, out_dtype, deterministic, batch_invariant,
+                        variant);
     }
 };
 

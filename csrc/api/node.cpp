@@ -39,7 +39,7 @@ struct NodeBits {
     uint64_t window_right : 30;
     uint64_t variant : 2;
     uint64_t deterministic : 1;
-    uint64_t unused : 1;
+    uint64_t batch_invariant : 1;
 };
 static_assert(kVariants < 4);
 
@@ -49,9 +49,10 @@ int64_t pack(const Options& options) {
         return std::min<int64_t>(side, (1 << 30) - 2) + 1;
     };
     const std::optional<Variant> variant = variant_of(options);
-    return std::bit_cast<int64_t>(
-        NodeBits{window(options.window_left), window(options.window_right),
-                 variant ? static_cast<uint64_t>(*variant) + 1 : 0, options.deterministic, 0});
+    return std::bit_cast<int64_t>(NodeBits{window(options.window_left),
+                                           window(options.window_right),
+                                           variant ? static_cast<uint64_t>(*variant) + 1 : 0,
+                                           options.deterministic, options.batch_invariant});
 }
 
 void unpack(int64_t integers, Options& options) {
@@ -60,6 +61,7 @@ void unpack(int64_t integers, Options& options) {
     options.window_right = static_cast<int64_t>(bits.window_right) - 1;
     if (bits.variant > 0) options.variant = kVariantNames[bits.variant - 1];
     options.deterministic = bits.deterministic;
+    options.batch_invariant = bits.batch_invariant;
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, int64_t, Tensor, Tensor, Tensor> node_fwd(

@@ -279,10 +279,11 @@ std::optional<std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>> flash_forward(
     std::optional<double> scale, std::optional<int64_t> window_left,
     std::optional<int64_t> window_right, const std::optional<Tensor>& seqused_k,
     const std::optional<Tensor>& alibi_slopes, const std::optional<Tensor>& block_table,
-    std::optional<int64_t> /*num_splits*/) {
+    std::optional<int64_t> num_splits) {
     Options options =
         flash_options(cum_seq_q, cum_seq_k, is_causal, scale, window_left, window_right);
     options.seqused_k = seqused_k;
+    options.batch_invariant = num_splits == 1;
     if (return_debug_mask || alibi_slopes || block_table) return std::nullopt;
     const auto results = run_forward(as_it_is, query, key, value, dropout_p, options);
     if (!results) return std::nullopt;
@@ -290,8 +291,7 @@ std::optional<std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>> flash_forward(
 }
 
 // Before torch 2.13 the op has no block_table and num_splits, its last two arguments of 17 (sdpa.py
-// has compared the schemas). num_splits asks that a sequence's result does not depend on the
-// others, which it never does here.
+// has compared the schemas). With num_splits = 1 a sequence's result must not depend on the others.
 void flash_forward_boxed(StableIValue* stack, uint64_t inputs, uint64_t outputs) {
     StableIValue arguments[17];
     std::fill(std::copy_n(stack, inputs, arguments), std::end(arguments), from(std::nullopt));

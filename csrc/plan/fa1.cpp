@@ -5,6 +5,11 @@ namespace {
 
 using Fa1Kernels = MmaKernels<tuning::kFa1Forward, tuning::kFa1Backward, Fa1>;
 
+std::string fa1_unsupported_reason(const Call& call, Pass pass) {
+    if (call.params.batch_invariant && pass == Pass::kForward) return "is not batch-invariant";
+    return Fa1Kernels::unsupported_reason(call, pass);
+}
+
 void plan_fa1_forward(ForwardPlan& plan) {
     ForwardParams& params = plan.params;
     choose_kernel(plan, tuning::kFa1Forward, options_of(params));
@@ -17,8 +22,7 @@ void plan_fa1_forward(ForwardPlan& plan) {
 
 }  // namespace
 
-constexpr VariantRow kFa1Row{
-    Fa1Kernels::unsupported_reason, std::nullopt,        plan_fa1_forward,
-    Fa1Kernels::plan_backward,      Fa1Kernels::forward, Fa1Kernels::backward};
+constexpr VariantRow kFa1Row{fa1_unsupported_reason,    std::nullopt,        plan_fa1_forward,
+                             Fa1Kernels::plan_backward, Fa1Kernels::forward, Fa1Kernels::backward};
 
 }  // namespace flash_ext

@@ -10,8 +10,11 @@ void plan_fa2_forward(ForwardPlan& plan) {
     constexpr int kReserved = 1024;
     ForwardParams& params = plan.params;
     const GpuModel& gpu = plan.kernel.gpu;
+    // With pages there is only the general tile. A rare scale asks for it without pages, too.
+    const OptionSet needed =
+        options_of(params) | only_if(params.batch_invariant, OptionSet::kRareScale);
     // As with splits until their number is known.
-    choose_kernel(plan, tuning::kFa2Forward, options_of(params) | OptionSet::kSplits);
+    choose_kernel(plan, tuning::kFa2Forward, needed | OptionSet::kSplits);
     const HeadDims dims = plan.kernel.head_dims;
     const int bytes_of_cta = Fa2Kernels::forward_shared_bytes(dims);
     const int fitting = (gpu.shared_bytes + kReserved) / (bytes_of_cta + kReserved);
@@ -19,9 +22,9 @@ void plan_fa2_forward(ForwardPlan& plan) {
     const QueryTiles q_tiles{params.heads_q, tuning::kForwardBlockQ};
     params.num_splits = num_splits(params, plan.mask, tile_count(params, q_tiles), 1,
                                    gpu.sms * std::min(tuned, fitting), tuning::kFa2SplitKeys);
+    if (params.batch_invariant) params.num_splits = 1;
     const bool splits = params.num_splits > 1;
-    choose_kernel(plan, tuning::kFa2Forward,
-                  options_of(params) | only_if(splits, OptionSet::kSplits));
+    choose_kernel(plan, tuning::kFa2Forward, needed | only_if(splits, OptionSet::kSplits));
     if (splits) reserve_splits(plan);
     params.tile_order =
         forward_tile_order(params, plan.mask, q_tiles, dims, tuned, gpu, params.num_splits);

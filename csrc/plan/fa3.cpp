@@ -69,6 +69,16 @@ OptionSet aligned_options(const AttentionParams& params) {
     return static_cast<OptionSet>(static_cast<unsigned>(options_of(params)) & ~kUnaligned);
 }
 
+// Why the bits of a row would depend on other rows, or on the number of queries; empty where they
+// do not. A sink is there before the first key, so that it matters which tile comes first. Kernels
+// for other options have no pages, or other tiles with them.
+std::string invariant_reason(const AttentionParams& params) {
+    if (!params.batch_invariant) return "";
+    if (params.sink == nullptr && !visits_elements(options_of(params))) return "";
+    return "is batch-invariant without sink, softcap, ALiBi, bias, dropout and a scale that is not "
+           "positive";
+}
+
 // Can TMA load the pages of K and V, of 16 bits? A box has eight rows of a page or a multiple.
 std::string pages_reason(const AttentionParams& params) {
     if (params.pages.size % 8 != 0)
@@ -123,6 +133,7 @@ std::string fa3_unsupported_reason(const Call& call, Pass pass) {
     if (params.v_transposed && params.head_dim_v % 16 != 0)
         return "needs a head dimension of v that is a multiple of 16";
     if (const std::string why = bias_reason(params); !why.empty()) return why;
+    if (const std::string why = backward ? "" : invariant_reason(params); !why.empty()) return why;
     const OptionSet needed = aligned_options(params);
     const bool paged = params.pages.table != nullptr && !backward && !fp8;
     const std::string reason =
@@ -150,7 +161,7 @@ bool plan_fa3_decode(ForwardPlan& plan, bool may_pack_gqa) {
     using enum tuning::Fa3DecodeTile;
     ForwardParams& params = plan.params;
     const GpuModel& gpu = plan.kernel.gpu;
-    if (has_8_bits(params)) return false;
+    if (has_8_bits(params) || params.batch_invariant) return false;
     const bool bytes = has_8_bit_keys(params);
     const OptionSet options = options_of(params);
     const auto* row = bytes ? tuning::find_row(tuning::kFa3Decode8Bits, head_dims(params), options)
@@ -227,7 +238,7 @@ void plan_fa3_forward(ForwardPlan& plan) {
                             .value_or(num_splits(params, plan.mask, tiles,
                                                  params.heads_q / std::max(small_q.heads, 1),
                                                  gpu.sms, tuning::kFa3SplitKeys));
-    if (params.bias.data != nullptr) params.num_splits = 1;
+    if (params.bias.data != nullptr || params.batch_invariant) params.num_splits = 1;
     params.pack_gqa_log2 = small_q.pack_gqa_log2;
     const bool splits = params.num_splits > 1 || params.pack_gqa_log2 > 0;
 
@@ -239,8 +250,9 @@ void plan_fa3_forward(ForwardPlan& plan) {
     const HeadDims dims = kernel.head_dims;
     if (tuning::Fa3ForwardRow::has_tile(kernel.options, tuning::Fa3ForwardTile::kUsual)) {
         const auto tile = forced("FLASH_EXT_FORCE_TILE");
-        kernel.tile = tile ? static_cast<tuning::Fa3ForwardTile>(*tile)
-                           : fa3_forward_tile(dims, params, plan.mask, tiles <= gpu.sms, gpu);
+        kernel.tile = params.batch_invariant ? tuning::Fa3ForwardTile::kSmallQ
+                      : tile ? static_cast<tuning::Fa3ForwardTile>(*tile)
+                             : fa3_forward_tile(dims, params, plan.mask, tiles <= gpu.sms, gpu);
     }
     const tuning::Fa3ForwardShape shape =
         fp8 ? tuning::fa3_forward_fp8_shape(dims, kernel.tile)

@@ -129,15 +129,14 @@ const GpuModel* find_device(int index) {
 
 Choice choose(const Call& call, Pass pass, Variant variant, bool may_stand_in) {
     std::string why;
+    const bool by_time = may_stand_in && pass == Pass::kForward && !call.params.batch_invariant;
     while (true) {
         const VariantRow& row = row_for(variant);
         std::string reason = row.unsupported_reason(call, pass);
         const std::string copied = row.copies_rows ? copied_inputs(call) : "";
-        if (reason.empty() && may_stand_in && pass == Pass::kForward && !copied.empty() &&
-            !copies_pay(call))
+        if (reason.empty() && by_time && !copied.empty() && !copies_pay(call))
             reason = text("would copy rows of ", copied, " for few queries");
-        if (reason.empty() && may_stand_in && pass == Pass::kForward && row.copies_rows &&
-            !bias_pays(call))
+        if (reason.empty() && by_time && row.copies_rows && !bias_pays(call))
             reason = "has no split keys with a bias, which few queries need";
         if (reason.empty()) return {variant, why, copied};
         why = text("variant '", name_of(variant), "' ", reason);

@@ -124,6 +124,10 @@ struct AttentionParams {
     float p_factor = 1.f;
     float late_factor = 1.f;
 
+    // Must the bits of a row depend on its query and keys alone? Then plans ask neither for the
+    // batch nor for the number of queries where that would change them (docs/notes/034).
+    bool batch_invariant = false;
+
     // Does every row of every tensor start and end on a 16-byte boundary? (So head dims are
     // multiples of 8.) Then tiles are copied 16 bytes at a time.
     bool aligned;

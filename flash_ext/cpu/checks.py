@@ -105,6 +105,8 @@ def _choose_variant(q: Tensor, k: Tensor, options: Options) -> str:
         refuse("variant", f"{wanted} on a CPU", f"{options.variant!r}, which is for Hopper GPUs")
     if options.page_table is not None and options.variant not in ABOUT["page_table"].variants:
         raise ValueError(f"flash_ext: variant {options.variant!r} has no page table")
+    if options.batch_invariant and options.variant not in ABOUT["batch_invariant"].variants:
+        raise ValueError(f"flash_ext: variant {options.variant!r} is not batch-invariant")
     return options.variant
 
 
@@ -378,6 +380,8 @@ def _check_8_bit_options(
         refuse("bias", f"None {without}", tuple(options.bias.shape))
     if options.dropout_p != 0:
         refuse("dropout_p", f"0 {without}", options.dropout_p)
+    if options.batch_invariant:
+        refuse("batch_invariant", f"False {without}", True)
     shape = (batch, k.shape[-2])
     blocks_q, blocks_k = (
         -(-_most_rows(rows, cu_seqlens) // DESCALE_ROWS) if reads or cu_seqlens is None else None

@@ -41,7 +41,7 @@ from ..ops.options import CPU_VARIANTS, QK_8_BITS, BackwardTensors, Options
 from . import fp8
 from .sequences import Span, spans
 from .tile_mask import mask_as_bias
-from .tiling import Tiling, exp_, reciprocal, starting_statistics
+from .tiling import Tiling, exp_, in_double, reciprocal, starting_statistics
 
 
 class Operands(NamedTuple):
@@ -153,16 +153,16 @@ def fa2_forward(tiling: Tiling, operands: Operands) -> tuple[Tensor, Tensor]:
         for k0, k1 in tiling.kv_blocks_seen_by(q0, q1):  # 6
             tile = tiling.tile(q0, q1, k0, k1)
             K_j, V_j = K[:, tile.keys], V[:, tile.keys]  # 7
-            S_ij = tile.scores(Q_i @ K_j.mT)  # 8
+            S_ij = tile.scores(tiling.product(Q_i, K_j.mT))  # 8
             m_new = torch.maximum(m_i, S_ij.amax(dim=-1, keepdim=True))  # 9
             P_ij = exp_(S_ij, m_new)  # P̃_ij
-            rescale = torch.exp(m_i - m_new)
-            ell_i = rescale * ell_i + P_ij.sum(dim=-1, keepdim=True)
+            rescale = exp_(m_i - m_new)
+            ell_i = rescale * ell_i + tiling.row_sum(P_ij)
             P_ij = _dropped(P_ij, tile.kept())
-            O_i.mul_(rescale).add_(tiling.rounded(P_ij) @ V_j)  # 10
+            O_i.mul_(rescale).add_(tiling.product(tiling.rounded(P_ij), V_j))  # 10
             m_i = m_new
         O_i.mul_(reciprocal(ell_i).mul_(tiling.late_factor))  # 12, 14
-        L[:, rows] = m_i + ell_i.log()  # 13, 15
+        L[:, rows] = m_i + in_double(torch.log, ell_i)  # 13, 15
 
     return Out, L
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -83,7 +84,9 @@ class Tiling:
         """Of one span of q (B, Sq, Hq, D), k (B, Sk, Hk, D) and v (B, Sk, Hk, Dv)."""
         (heads_q, head_dim), heads_k = q.shape[2:], k.shape[2]
         batch, dtype = span.batch.stop - span.batch.start, statistics_dtype(q.dtype)
-        if on_chip is None and options.variant == "auto":
+        if options.batch_invariant:  # blocks that do not depend on the call
+            B_r = B_c = 64
+        elif on_chip is None and options.variant == "auto":
             B_r, B_c = fast_block_sizes(batch * heads_q, dtype)
         else:
             B_r, B_c = block_sizes(on_chip or ON_CHIP_ELEMENTS, max(head_dim, v.shape[3]))
@@ -167,6 +170,21 @@ class Tiling:
             return tile
         return tile.to(self.input_dtype).to(self.dtype)
 
+    def product(self, a: Tensor, b: Tensor) -> Tensor:
+        """a b. With batch_invariant each element is a sum in order, which no BLAS promises."""
+        if not self.options.batch_invariant:
+            return a @ b
+        total = a.new_zeros((*a.shape[:-1], b.shape[-1]))
+        for i in range(a.shape[-1]):
+            total += a[..., i, None] * b[..., i, None, :]  # a product and a sum, never one FMA
+        return total
+
+    def row_sum(self, P: Tensor) -> Tensor:
+        """The sums of rows, (…, 1)."""
+        if not self.options.batch_invariant:
+            return P.sum(dim=-1, keepdim=True)
+        return self.product(P, P.new_ones(P.shape[-1], 1))
+
     # --- Blocks ---
 
     def q_blocks(self) -> Iterator[tuple[int, int]]:
@@ -226,7 +244,8 @@ class Tile:
         corners = (self.q0, self.q1, self.k0, self.k1)
         S_ij.mul_(tiling.scale)
         if options.softcap > 0:
-            self.tanh = S_ij.div_(options.softcap).tanh_()
+            tanh = partial(in_double, torch.tanh) if options.batch_invariant else torch.tanh_
+            self.tanh = tanh(S_ij.div_(options.softcap))
             S_ij = self.tanh * options.softcap
         S = self._by_head(S_ij)
         if options.alibi_slopes is not None:
@@ -311,6 +330,12 @@ def starting_statistics(tiling: Tiling) -> tuple[Tensor, Tensor]:
 def reciprocal(row_sum: Tensor) -> Tensor:
     """diag(ℓ)⁻¹, where a row that saw no key (ℓ = 0) keeps its O = 0."""
     return row_sum.masked_fill(row_sum == 0, 1).reciprocal_()
+
+
+def in_double(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """function(x), rounded: in float32 torch's vectors and the rest of an array may differ by a
+    bit."""
+    return function(x.double()).to(x.dtype)
 
 
 def exp_(tile: Tensor, minus: Tensor | float = 0.0) -> Tensor:

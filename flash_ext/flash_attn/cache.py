@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
 from ..cache import CacheCall
 from ..ops.checks import refuse, require_tensors
+from ..ops.options import QK_8_BITS
 from .shared import rows_contiguous
 
 
@@ -39,3 +41,9 @@ def checked_call(
         wanted = f"of at least the {call.capacity} positions of the cache"
         refuse("rotary_cos", wanted, tuple(cos.shape))
     return call
+
+
+def with_splits(options: Mapping[str, Any], num_splits: int, k_cache: Tensor) -> dict[str, Any]:
+    """The options with num_splits: the results of one split do not depend on the batch."""
+    invariant = num_splits == 1 and k_cache.dtype not in QK_8_BITS
+    return {**options, "batch_invariant": True} if invariant else dict(options)

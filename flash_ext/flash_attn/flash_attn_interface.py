@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..cache import CacheCall, run_with_cache
 from ..ops.checks import Pair, refuse, require_ints, require_tensors
-from .cache import checked_call
+from .cache import checked_call, with_splits
 from .low_level import _flash_attn_backward as _flash_attn_backward
 from .low_level import _flash_attn_forward as _flash_attn_forward
 from .low_level import _flash_attn_varlen_backward as _flash_attn_varlen_backward
@@ -265,7 +265,8 @@ def flash_attn_with_kvcache(
             `flash_ext.attention_with_cache`; rotary_dim may be any even number. cos and sin have a
             position for each key of the cache.
         block_table: page_table there; not with cache_batch_idx or cache_leftpad.
-        num_splits: has no effect: the number of splits of the keys is chosen for each call.
+        num_splits: 1 is batch_invariant of `flash_ext.attention`, unless the caches have 8 bits.
+            Otherwise the number of splits of the keys is chosen for each call.
 
     Returns:
         out (B, Sq, Hq, Dv), with return_softmax_lse (out, softmax_lse), softmax_lse (B, Hq, Sq).
@@ -293,6 +294,7 @@ def flash_attn_with_kvcache(
         rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved,
     )  # fmt: skip
     options = options_of(softmax_scale, causal, window_size, softcap, alibi_slopes, call.capacity)
+    options = with_splits(options, num_splits, k_cache)
     out, lse, keys = run_with_cache(call, options)
     if not return_softmax_lse:
         return out

@@ -198,6 +198,9 @@ class Options:
         None, "of out; with 8-bit inputs bfloat16 or float16, otherwise q's; None: bfloat16, or q's"
     )
     deterministic: bool = _option(False, "gradients that repeat bit by bit")
+    batch_invariant: bool = _option(
+        False, "a row has the same bits whatever the batch and chunks", variants=("fa2", "fa3")
+    )
     variant: str = _option("auto", "'fa1', 'fa2', 'fa3', or 'auto': the fastest that runs")
 
     @property

@@ -197,6 +197,7 @@ struct Planned {
     int tile = 0;  // tuning::Fa3ForwardTile, or of the kernel for few queries Fa3DecodeTile
     int l2_group_heads = 0;
     int tiles_at_once = 0;
+    bool changes_scores = false;  // the kernel
 };
 
 // A problem, with contiguous tensors.
@@ -217,6 +218,8 @@ struct Problem {
     bool kv_8_bits = false;  // and q 16
     bool v_transposed = false;
     double softcap = 0;
+    bool batch_invariant = false;
+    int page_size = 0;          // of k and v; 0: no pages
     int launched_head_dim = 0;  // of the launch alone, if not 0
 
     Operand operand(const char* name, int64_t rows, int64_t heads, int64_t dim) const {
@@ -300,6 +303,8 @@ struct Problem {
         std::ranges::copy(bias_sizes, params.bias.sizes);
         if (sink) params.sink = reinterpret_cast<float*>(kMemory);
         if (alibi) params.alibi_slopes = reinterpret_cast<float*>(kMemory);
+        params.batch_invariant = batch_invariant;
+        if (page_size > 0) params.pages = {kOffsets, 1, 1, page_size};
         params.aligned = true;
         params.v_transposed = v_transposed;
     }
@@ -343,6 +348,7 @@ struct Problem {
                            {plan.kernel.row_major_v ? "v_transposed" : "v", &params.v.data},
                            {"out", &params.out.data}});
         found.num_splits = params.num_splits;
+        found.changes_scores = params.changes_scores;
         found.pack_gqa_log2 = params.pack_gqa_log2;
         found.tile = plan.kernel.decode_tile ? static_cast<int>(*plan.kernel.decode_tile)
                                              : static_cast<int>(plan.kernel.tile);
@@ -411,7 +417,8 @@ PYBIND11_MODULE(MODULE, m) {
         .def_readonly("pack_gqa_log2", &Planned::pack_gqa_log2)
         .def_readonly("tile", &Planned::tile)
         .def_readonly("l2_group_heads", &Planned::l2_group_heads)
-        .def_readonly("tiles_at_once", &Planned::tiles_at_once);
+        .def_readonly("tiles_at_once", &Planned::tiles_at_once)
+        .def_readonly("changes_scores", &Planned::changes_scores);
     py::class_<Problem>(m, "Problem", py::module_local())
         .def(py::init<>())
         .def_readwrite("gpu", &Problem::gpu)
@@ -446,6 +453,8 @@ PYBIND11_MODULE(MODULE, m) {
         .def_readwrite("kv_8_bits", &Problem::kv_8_bits)
         .def_readwrite("v_transposed", &Problem::v_transposed)
         .def_readwrite("softcap", &Problem::softcap)
+        .def_readwrite("batch_invariant", &Problem::batch_invariant)
+        .def_readwrite("page_size", &Problem::page_size)
         .def_readwrite("launched_head_dim", &Problem::launched_head_dim)
         .def("choose_forward",
              [](const Problem& p, const std::string& wanted) {

@@ -91,6 +91,7 @@ __global__ void __launch_bounds__(32 * kCombineWarps, 6)
                            ? ptx::ex2(partial[r].max - finite_max(max[r])) * partial[r].sum
                            : 0.f;
             sum[r] += share[r];
+            if (params.num_splits == 1) share[r] = 1.f;  // a row as it is, to the bit
         }
 #pragma unroll 4
         for (int split = 0; split < splits; ++split) {
@@ -114,7 +115,7 @@ __global__ void __launch_bounds__(32 * kCombineWarps, 6)
 #pragma unroll
     for (int r = 0; r < kCombineRows; ++r) {
         sum[r] = warp_sum(sum[r]);
-        const float inverse = sum[r] == 0.f ? 0.f : 1.f / sum[r];
+        const float inverse = sum[r] == 0.f ? 0.f : params.num_splits == 1 ? 1.f : 1.f / sum[r];
         if (lane == 0) params.lse[clamped(r)] = log_sum_exp(max[r], sum[r]);
         auto* const target =
             row_pointer<Element>(params.out, place[r].batch, place[r].row, place[r].head);

@@ -4,7 +4,8 @@
 // (OnlineSoftmax::kRescaleThreshold). So an iteration first uses the stale m: P = 2^(S scale - m).
 // Then it checks the sum of P, which l needs anyway. If that is at most kLimit no element was far
 // above m, and the maximum of the tile, with its comparisons and shuffles, was not needed.
-// Otherwise, or if m is large, the iteration is retried with the maximum; S is still there.
+// Otherwise, or if m is large, the iteration is retried with the maximum; S is still there. A row's
+// m depends on its own scores alone: the rows beside it in a warp are retried with their stale m.
 #pragma once
 
 #include "kernels/common/softmax.cuh"
@@ -43,17 +44,17 @@ struct OptimisticSoftmax : OnlineSoftmax<16> {
     FLASH_DEVICE Rescaling step(RegisterTile<16, kCols>& s, RegisterOperand<kCols>& p, Scale scale,
                                 bool fresh) {
         Rescaling rescaling;
-        float sum[2];
+        float sum[2] = {INFINITY, INFINITY};
         for (bool proven = false;; proven = true) {
             if (fresh || proven) [[unlikely]]
-                rescaling = advance(s, scale);
+                rescaling = advance(s, sum, scale);
             exponentiate(s, p, sum, scale);
             if (fresh || proven) {
 #pragma unroll
                 for (int i = 0; i < 2; ++i) subtracted[i] = stale_subtrahend(row_max[0][i]);
                 break;
             }
-            const bool doubtful = !(sum[0] <= kLimit) || !(sum[1] <= kLimit);
+            const bool doubtful = exceeds(sum[0]) || exceeds(sum[1]);
             if (!__any_sync(0xffffffff, doubtful)) [[likely]]
                 break;
         }
@@ -63,14 +64,19 @@ struct OptimisticSoftmax : OnlineSoftmax<16> {
     }
 
  private:
-    // Updates row_max and row_sum to the maximum of the scores.
+    static FLASH_DEVICE bool exceeds(float sum) { return !(sum <= kLimit); }
+
+    // Updates row_max and row_sum to the maximum of the scores, in rows of which a lane's sum with
+    // the stale m exceeds the limit.
     template <class Scale>
-    FLASH_DEVICE Rescaling advance(RegisterTile<16, kCols>& s, Scale scale) {
+    FLASH_DEVICE Rescaling advance(RegisterTile<16, kCols>& s, const float (&sum)[2], Scale scale) {
         Rescaling rescaling;
         rescaling.needed = true;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            rescaling.factor[i] = raise_max(s.row_max(0, i), 0, i, scale);
+            const uint32_t lanes = __ballot_sync(0xffffffff, exceeds(sum[i])) >> (lane_id() & ~3);
+            const float max = s.row_max(0, i);
+            rescaling.factor[i] = raise_max((lanes & 0xf) != 0 ? max : -INFINITY, 0, i, scale);
             subtracted[i] = subtrahend(row_max[0][i]);
             center_large(s, 0, i, row_max[0][i], scale);
         }

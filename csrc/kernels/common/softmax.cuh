@@ -106,8 +106,8 @@ FLASH_DEVICE void drop(Scores& p, const AttentionParams& params, const Sequence&
 template <int kRows, int kPowers = 0>
 struct OnlineSoftmax {
     static constexpr int kM = kRows / 16;
-    // O is rescaled only when scores exceed the stale maximum by this many powers of two. The
-    // result is the same, since numerator and denominator share it, and most tiles need no
+    // O is rescaled only when scores of the row exceed the stale maximum by this many powers of
+    // two. The result is the same, since numerator and denominator share it, and most tiles need no
     // rescaling.
     static constexpr float kRescaleThreshold = 8.f + kPowers;
 
@@ -146,14 +146,20 @@ struct OnlineSoftmax {
     FLASH_DEVICE void update(Scores& s, Output& o, Scale scale) {
         float tile_max[kM][2], subtracted[kM][2];
         bool rescale = false;
+        // Rows decide each for itself, so that no row changes the bits of another.
+        const auto exceeds = [&](float max, float old_max) {
+            return !(max * scale - stale_subtrahend(old_max) <= kRescaleThreshold);
+        };
         for_each_row<kRows>([&](int m, int i, int) {
             tile_max[m][i] = s.row_max(m, i);
             subtracted[m][i] = stale_subtrahend(row_max[m][i]);
-            rescale |= !(tile_max[m][i] * scale - subtracted[m][i] <= kRescaleThreshold);
+            rescale |= exceeds(tile_max[m][i], row_max[m][i]);
         });
         if (__any_sync(0xffffffff, rescale))
             for_each_row<kRows>([&](int m, int i, int) {
-                const float factor = raise_max(tile_max[m][i], m, i, scale);
+                const float max = tile_max[m][i];
+                const float factor =
+                    raise_max(exceeds(max, row_max[m][i]) ? max : -INFINITY, m, i, scale);
                 subtracted[m][i] = subtrahend(row_max[m][i]);
                 center_large(s, m, i, row_max[m][i], scale);
                 o.map_row(m, i, [&](float x) { return x * factor; });
