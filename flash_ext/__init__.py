@@ -20,6 +20,7 @@ from .cache import attention_with_cache, attention_with_shared_prefix
 from .cpu import tiled
 from .explanation import Explanation, explain
 from .functional import attention, attention_varlen
+from .mask import Mask
 from .ops.options import CPU_VARIANTS, KERNEL_DIMS, VARIANTS
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "KERNEL_DIMS",
     "VARIANTS",
     "Explanation",
+    "Mask",
     "attention",
     "attention_varlen",
     "attention_with_cache",
