@@ -6,22 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-MASK_BLOCK = 128
-HEADER = 4
-FULL, PARTIAL = 1, 2
-
-
-def kinds_of_runs(rows: Tensor, blocks: int) -> Tensor:
-    full, runs = rows[..., :1], rows[..., 2:3]
-    used = torch.arange(rows.shape[-1] - HEADER, device=rows.device) < runs
-    run = rows[..., HEADER:].masked_fill(~used, 0)
-    count = (run >> 16) & 0xFFFF
-    first = (run & 0xFFFF).clamp(max=blocks)
-    of_run = torch.where(count.cumsum(-1) <= full, FULL, PARTIAL).to(torch.int32) * used
-    steps = rows.new_zeros((*rows.shape[:-1], blocks + 1))
-    steps.scatter_add_(-1, first.long(), of_run)
-    steps.scatter_add_(-1, (first + count).clamp(max=blocks).long(), -of_run)
-    return steps.cumsum(-1)[..., :blocks].to(torch.uint8)
+from .cpu.tile_mask import FULL, PARTIAL
+from .ops.options import MASK_BLOCK
 
 
 def _order(device: torch.device) -> Tensor:
@@ -34,28 +20,6 @@ def pack_bits(shown: Tensor) -> Tensor:
     """(..., 128) bool -> (..., 4) int32."""
     bits = shown[..., _order(shown.device)].long() << torch.arange(32, device=shown.device)
     return bits.sum(-1).to(torch.int32)
-
-
-def unpack_bits(words: Tensor) -> Tensor:
-    """(..., 4) int32 -> (..., 128) bool."""
-    bits = (words[..., None] >> torch.arange(32, device=words.device)) & 1
-    shown = torch.empty((*words.shape[:-1], MASK_BLOCK), dtype=torch.bool, device=words.device)
-    shown[..., _order(words.device).flatten()] = bits.flatten(-2).bool()
-    return shown
-
-
-def dense_mask(kv_tiles: Tensor, words: Tensor, sizes: tuple[int, int]) -> Tensor:
-    blocks_k = -(-sizes[1] // MASK_BLOCK)
-    kinds = kinds_of_runs(kv_tiles, blocks_k)
-    kinds = kinds.repeat_interleave(MASK_BLOCK, 2).repeat_interleave(MASK_BLOCK, 3)
-    if words.dim() == 6:
-        shown = unpack_bits(words).transpose(3, 4).flatten(4, 5).flatten(2, 3)
-    else:
-        begin_0, end_0, begin_1, end_1 = words.unsqueeze(-1).unbind(-2)
-        key = torch.arange(blocks_k * MASK_BLOCK, dtype=torch.int32, device=words.device)
-        shown = ((key >= begin_0) & (key < end_0)) | ((key >= begin_1) & (key < end_1))
-    shown = (shown & (kinds == PARTIAL)) | (kinds == FULL)
-    return shown[:, :, : sizes[0], : sizes[1]]
 
 
 def rows_of(kinds: Tensor) -> Tensor:

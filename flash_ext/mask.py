@@ -13,18 +13,10 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ._mask_tiles import (
-    FULL,
-    MASK_BLOCK,
-    PARTIAL,
-    dense_mask,
-    from_kinds,
-    kinds_of_runs,
-    mask_from_dense,
-    mask_from_intervals,
-    pack_bits,
-)
+from ._mask_tiles import from_kinds, mask_from_dense, mask_from_intervals, pack_bits
+from .cpu.tile_mask import FULL, PARTIAL, dense_mask, kinds_of_runs
 from .ops.checks import Pair, refuse, require_pair, require_tensors
+from .ops.options import MASK_BLOCK, MASK_OPTIONS
 from .ops.torch_private import ordinary_tensors, register_pytree, version
 
 _EVALUATED = 1 << 26
@@ -115,13 +107,11 @@ class Mask:
             refuse("visible", wanted, f"{visible.dtype} of shape {tuple(visible.shape)}")
         visible = visible[(None,) * (4 - visible.dim())]
         given = zip((seqlen_q, seqlen_k), visible.shape[2:], strict=True)
-        sizes = [found if size is None else size for size, found in given]
-        for size, found in zip(sizes, visible.shape[2:], strict=True):
-            if found not in (1, size):
-                refuse(
-                    "visible", f"1 or {tuple(sizes)} in the last dimensions", tuple(visible.shape)
-                )
-        return Mask(*mask_from_dense(visible.expand(-1, -1, *sizes)), *sizes)
+        rows, keys = (found if size is None else size for size, found in given)
+        if visible.shape[2] not in (1, rows) or visible.shape[3] not in (1, keys):
+            wanted = f"1 or {(rows, keys)} in the last dimensions"
+            refuse("visible", wanted, tuple(visible.shape))
+        return Mask(*mask_from_dense(visible.expand(-1, -1, rows, keys)), rows, keys)
 
     @staticmethod
     def intervals(begin: Tensor, end: Tensor, seqlen_k: int) -> Mask:
@@ -326,12 +316,12 @@ class Mask:
             seqlen_k = n + parents.shape[-1]
         rows, device = parents.shape[-1], parents.device
         node = torch.arange(rows, device=device)
-        seen = (node == node[:, None]) | (node == parents.view(-1, rows, 1))  # (B, T, T)
+        seen = (node == node[:, None]) | (node == parents.unsqueeze(-1))  # (T, T) or (B, T, T)
         for _ in range(max(rows - 1, 0).bit_length()):  # ancestors twice as far each time
             seen = (seen.float() @ seen.float()) > 0
         drafted = torch.arange(seqlen_k, device=device).view(1, 1, -1)
         drafted = drafted - (n.view(-1, 1, 1) if isinstance(n, Tensor) else n)  # (B or 1, 1, Sk)
-        batch = max(drafted.shape[0], seen.shape[0])
+        batch = max(drafted.shape[0], len(parents) if parents.dim() == 2 else 1)
         drafted, seen = drafted.expand(batch, rows, -1), seen.expand(batch, -1, -1)
         of_tree = seen.gather(2, drafted.clamp(0, max(rows - 1, 0)))
         return Mask.dense(((drafted < 0) | ((drafted < rows) & of_tree))[:, None])
@@ -372,6 +362,7 @@ class Mask:
 
     @property
     def device(self) -> torch.device:
+        """Where the mask is."""
         return self.kv_tiles.device
 
     def __repr__(self) -> str:
@@ -384,7 +375,8 @@ class Mask:
         return self.keep("dense", (), lambda: dense_mask(self.kv_tiles, self.words, sizes))  # type: ignore[no-any-return]
 
     def density(self) -> Tensor:
-        """The share of the blocks that kernels compute: 1 without a mask. A 0-dim float32 tensor."""
+        """The share of the blocks that kernels compute, 1 of a full mask: a float32 of no
+        dimensions."""
         blocks = self.kv_tiles.shape[2] * _blocks_of(self.seqlen_k)
         return self.kv_tiles[..., :2].sum((-2, -1)).float().mean() / max(blocks, 1)
 
@@ -465,8 +457,7 @@ class Mask:
     def options(self) -> dict[str, Tensor]:
         """As options of the ops."""
         tensors = (self.kv_tiles, self.q_tiles, self.words)
-        names = ("mask_kv_tiles", "mask_q_tiles", "mask_words")
-        return dict(zip(names, tensors, strict=True))
+        return dict(zip(MASK_OPTIONS, tensors, strict=True))
 
     def keep(self, key: Any, sources: tuple[Tensor, ...], make: Callable[[], Any]) -> Any:
         """What was made of the mask and other tensors, made again if one of them was written to.
