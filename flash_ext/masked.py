@@ -13,7 +13,7 @@ from .cpu.checks import check_offsets
 from .mask import Mask
 from .ops.checks import refuse, require_ints
 from .ops.options import MASK_BLOCK, MASK_OPTIONS
-from .ops.torch_private import any_requires_grad, in_transforms, ordinary_tensors
+from .ops.torch_private import in_transforms, ordinary_tensors
 
 BAND = ("causal", "window_left", "window_right")
 """The options that a mask has within it."""
@@ -121,7 +121,7 @@ def runs(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any], mask: Mask | No
     gradients are wanted, backward: asked by the op that `flash_ext.explain` asks, once for calls
     that look the same."""
     wanted = (q, k, v, given.get("bias"), given.get("sink"))
-    trains = torch.is_grad_enabled() and any_requires_grad(*wanted)
+    trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in wanted)
     bits = mask is None or mask.per_query == 0
     if is_compiling() or in_transforms() or not ops.is_real(q):
         plain = {n: x for n, x in given.items() if not isinstance(x, Tensor | torch.SymFloat)}

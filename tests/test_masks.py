@@ -7,11 +7,10 @@ that is stale after a write, a call that loses the mask or its causal part, and 
 
 from __future__ import annotations
 
-import dataclasses
 import doctest
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -22,7 +21,6 @@ from attention_testing import (
     Problem,
     assert_accurate,
     dense_mask,
-    device_unsupported_reason,
     expected_results,
     make_inputs,
     nan_filled_outputs,
@@ -30,7 +28,6 @@ from attention_testing import (
 )
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
-from torch.utils.checkpoint import checkpoint
 
 import flash_ext
 import flash_ext.reference
