@@ -4,27 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 from weakref import ref
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.compiler import is_compiling
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ._mask_tiles import from_kinds, mask_from_dense, mask_from_intervals, pack_bits
+from . import mask_parts as parts
 from .cpu.tile_mask import FULL, PARTIAL, dense_mask, kinds_of_runs
-from .ops.checks import Pair, refuse, require_pair, require_tensors
+from .mask_parts import Intervals
+from .ops.checks import Pair, refuse, require_ints, require_pair, require_tensors
+from .ops.mask import (
+    blocks_of,
+    mask_from_blocks,
+    mask_from_dense,
+    mask_from_intervals,
+    mask_from_kinds,
+)
 from .ops.options import MASK_BLOCK, MASK_OPTIONS
 from .ops.torch_private import ordinary_tensors, register_pytree, version
 
-_EVALUATED = 1 << 26
-"""Pairs of a query and a key at which a mask_mod is evaluated at a time."""
-
-
-def _blocks_of(length: int) -> int:
-    return -(-length // MASK_BLOCK)
+_Lists = tuple[Tensor, Tensor]
+_Tiles = tuple[Tensor, Tensor, Tensor]
 
 
 def _version(x: Tensor) -> object:
@@ -78,7 +81,7 @@ class Mask:
     seqlen_q: int
     seqlen_k: int
 
-    per_query: Literal[0, 1, 2] = 0
+    per_query: int = 0
     """How many intervals a query has; 0: bits."""
 
     listed: bool = False
@@ -111,7 +114,8 @@ class Mask:
         if visible.shape[2] not in (1, rows) or visible.shape[3] not in (1, keys):
             wanted = f"1 or {(rows, keys)} in the last dimensions"
             refuse("visible", wanted, tuple(visible.shape))
-        return Mask(*mask_from_dense(visible.expand(-1, -1, rows, keys)), rows, keys)
+        tiles: _Tiles = mask_from_dense(visible.expand(-1, -1, rows, keys))
+        return Mask(*tiles, rows, keys)
 
     @staticmethod
     def intervals(begin: Tensor, end: Tensor, seqlen_k: int) -> Mask:
@@ -141,9 +145,8 @@ class Mask:
             refuse("end", f"like begin, {tuple(begin.shape)} on {begin.device}", got)
         if begin.dim() % 2 == 1:
             begin, end = begin.unsqueeze(-1), end.unsqueeze(-1)
-        if begin.dim() == 2:
-            begin, end = begin[None, None], end[None, None]
-        return _of_intervals(begin, end, seqlen_k)
+        pairs: Intervals = list(zip(begin.unbind(-1), end.unbind(-1), strict=True))
+        return _of_intervals(pairs, begin.shape[-2], seqlen_k, begin.device)
 
     @staticmethod
     def documents(
@@ -175,27 +178,24 @@ class Mask:
                     [0, 0, 0, 1]], dtype=torch.int32)
         """
         if (ids is None) == (cu_seqlens is None):
-            refuse("ids or cu_seqlens", "given, one of them", "both" if ids is not None else None)
+            refuse("ids or cu_seqlens", "given, one of them", "none" if ids is None else "both")
+        sides = _window(causal, window)
         if cu_seqlens is not None:
             if seqlen is None:
                 refuse("seqlen", "given with cu_seqlens: how many tokens there are", None)
-            return _packed((cu_seqlens, cu_seqlens), (seqlen, seqlen), causal, window, prefix)
-        assert ids is not None
+            require_ints("cu_seqlens", cu_seqlens, ("n + 1",), cu_seqlens)
+            found = _within((cu_seqlens, cu_seqlens), (seqlen, seqlen), sides, prefix)
+            return _of_intervals(found, seqlen, seqlen, cu_seqlens.device)
         require_tensors(ids=ids)
+        assert ids is not None
         if ids.dim() not in (1, 2) or ids.is_floating_point() or ids.dtype == torch.bool:
             got = f"{ids.dtype} of shape {tuple(ids.shape)}"
             refuse("ids", "integers of shape (S) or (B, S)", got)
         if isinstance(prefix, Tensor):
             refuse("prefix", "an int with ids", "a tensor")
-        ids = ids.reshape(-1, 1, ids.shape[-1])
         rows = ids.shape[-1]
-        token = torch.arange(rows, dtype=torch.int32, device=ids.device)
-        new = F.pad(ids[..., 1:] != ids[..., :-1], (1, 0), value=True)
-        begin = torch.where(new, token, 0).cummax(-1).values
-        last = F.pad(new[..., 1:], (0, 1), value=True)
-        end = torch.where(last, token + 1, rows).flip(-1).cummin(-1).values.flip(-1)
-        end = torch.where(ids < 0, begin, end)
-        return _of_intervals(*_seen(begin, end, token, causal, window, prefix), rows)
+        of_query = parts.documents_of_ids(ids if ids.dim() == 2 else ids[None])
+        return _of_intervals(parts.document(*of_query, *sides, prefix), rows, rows, ids.device)
 
     @staticmethod
     def prefix(
@@ -218,9 +218,11 @@ class Mask:
                     [1, 1, 0],
                     [1, 1, 1]], dtype=torch.int32)
         """
-        query, keys = _positions(n, seqlen_q, seqlen_k, device)
-        n = n.view(-1, 1, 1).to(query.device) if isinstance(n, Tensor) else n
-        return _of_intervals(*_seen(*_every(query, keys), query, True, (-1, -1), n), keys)
+        device = n.device if device is None and isinstance(n, Tensor) else device
+        keys = seqlen_q if seqlen_k is None else seqlen_k
+        position = parts.positions(seqlen_q, keys, device)
+        found = parts.document(0, keys, position, -1, 0, _by_batch(n, position.device))
+        return _of_intervals(found, seqlen_q, keys, position.device)
 
     @staticmethod
     def sinks(
@@ -243,13 +245,13 @@ class Mask:
                     [1, 1, 1, 0],
                     [1, 0, 1, 1]], dtype=torch.int32)
         """
-        query, keys = _positions(n, seqlen_q, seqlen_k, device)
-        n = n.view(-1, 1, 1).to(query.device) if isinstance(n, Tensor) else n
-        left, right = require_pair("window", window)
-        begin, end = _banded(*_every(query, keys), query, left, right)
-        first = torch.clamp(end, max=n)
-        begin = torch.stack((torch.zeros_like(first), torch.maximum(begin, first)), -1)
-        return _of_intervals(begin, torch.stack((first, end.expand_as(first)), -1), keys)
+        device = n.device if device is None and isinstance(n, Tensor) else device
+        keys = seqlen_q if seqlen_k is None else seqlen_k
+        position = parts.positions(seqlen_q, keys, device)
+        begin, end = parts.band(0, keys, position, *require_pair("window", window))
+        first = parts.smaller(end, _by_batch(n, position.device))
+        found = [(0, first), (parts.larger(begin, first), end)]
+        return _of_intervals(found, seqlen_q, keys, position.device)
 
     @staticmethod
     def blocks(
@@ -281,13 +283,7 @@ class Mask:
         if count.shape != index.shape[:3] or count.device != index.device:
             wanted = f"of shape {tuple(index.shape[:3])} on {index.device}"
             refuse("count", wanted, f"{tuple(count.shape)} on {count.device}")
-        shown = _shown(index, count, columns)
-        if block == MASK_BLOCK:
-            end = count.new_full((*count.shape[:2], seqlen_q, 1), seqlen_k)
-            mask = _of_intervals(torch.zeros_like(end), end, seqlen_k)
-            kinds = kinds_of_runs(mask.kv_tiles, columns)
-            return _with_kinds(mask, torch.where(shown, kinds, 0), listed=True)
-        return _of_half_blocks(shown, seqlen_q, seqlen_k)
+        return _of_blocks(parts.listed_blocks(index, count, columns), seqlen_q, seqlen_k, block)
 
     @staticmethod
     def tree(parents: Tensor, n: int | Tensor = 0, *, seqlen_k: int | None = None) -> Mask:
@@ -340,18 +336,18 @@ class Mask:
         _, _, seqlen_q, seqlen_k = block_mask.shape
         rows, columns = block_mask.BLOCK_SIZE
         blocks = -(-seqlen_k // columns)
-        listed = _shown(block_mask.kv_indices, block_mask.kv_num_blocks, blocks)
-        full = torch.zeros_like(listed)
+        shown = parts.listed_blocks(block_mask.kv_indices, block_mask.kv_num_blocks, blocks)
+        full = torch.zeros_like(shown)
         if block_mask.full_kv_indices is not None and block_mask.full_kv_num_blocks is not None:
             found = block_mask.full_kv_indices, block_mask.full_kv_num_blocks
-            full = _shown(*found, blocks)
+            full = parts.listed_blocks(*found, blocks)
+            shown = shown | full
         if block_mask.mask_mod is noop_mask and (rows, columns) == (MASK_BLOCK, MASK_BLOCK):
-            shown = (listed | full)[:, :, : _blocks_of(seqlen_q)]
-            index = torch.arange(blocks, device=shown.device).expand(shown.shape)
-            index = torch.where(shown, index, blocks).sort(-1).values
-            return Mask.blocks(index, shown.sum(-1), seqlen_q, seqlen_k)
-        function, sizes = block_mask.mask_mod, (seqlen_q, seqlen_k)
-        return _evaluated(function, full, listed | full, (rows, columns), sizes)
+            return _of_blocks(shown[:, :, : blocks_of(seqlen_q)], seqlen_q, seqlen_k)
+        sizes = seqlen_q, seqlen_k
+        kinds, words = parts.evaluated(block_mask.mask_mod, full, shown, (rows, columns), sizes)
+        lists: _Lists = mask_from_kinds(kinds)
+        return Mask(*lists, words, *sizes)
 
     # --- What a mask says ---
 
@@ -377,54 +373,65 @@ class Mask:
     def density(self) -> Tensor:
         """The share of the blocks that kernels compute, 1 of a full mask: a float32 of no
         dimensions."""
-        blocks = self.kv_tiles.shape[2] * _blocks_of(self.seqlen_k)
+        blocks = self.kv_tiles.shape[2] * self.q_tiles.shape[2]
         return self.kv_tiles[..., :2].sum((-2, -1)).float().mean() / max(blocks, 1)
 
     def plot(self, batch: int = 0, head: int = 0) -> str:
         """A picture of the blocks: █ is full, ▒ visible in part, · hidden. Waits for the device."""
-        kinds = kinds_of_runs(self.kv_tiles[batch, head], _blocks_of(self.seqlen_k))
         signs = {FULL: "█", PARTIAL: "▒"}
-        return "\n".join("".join(signs.get(kind, "·") for kind in row) for row in kinds.tolist())
+        rows = self.kinds()[batch, head].tolist()
+        return "\n".join("".join(signs.get(kind, "·") for kind in row) for row in rows)
 
     # --- Combinations ---
 
     def __and__(self, other: Mask) -> Mask:
         self._require_like(other)
-        n = self.per_query * other.per_query
-        if not 1 <= n <= 2:
+        if not other.per_query:
             return Mask.dense(self.to_dense() & other.to_dense())
-        (begin, end), (begin_2, end_2) = self._intervals(), other._intervals()
-        begin = torch.maximum(begin.unsqueeze(-1), begin_2.unsqueeze(-2)).flatten(-2)
-        end = torch.minimum(end.unsqueeze(-1), end_2.unsqueeze(-2)).flatten(-2)
-        mask = _of_intervals(begin, end, self.seqlen_k)
-        listed = [x for x in (self, other) if x.listed]
-        if not listed:
-            return mask
-        blocks = _blocks_of(self.seqlen_k)
-        kinds = kinds_of_runs(mask.kv_tiles, blocks)
-        for x in listed:
-            kinds = torch.where(kinds_of_runs(x.kv_tiles, blocks) > 0, kinds, 0)
-        return _with_kinds(mask, kinds, listed=True)
+        return self._limited(other._intervals(), other)
 
     def __or__(self, other: Mask) -> Mask:
         self._require_like(other)
         if not (self.per_query == other.per_query == 1) or self.listed or other.listed:
             return Mask.dense(self.to_dense() | other.to_dense())
-        pairs = zip(self._intervals(), other._intervals(), strict=True)
-        begin, end = (torch.cat(torch.broadcast_tensors(*pair), -1) for pair in pairs)
-        return _of_intervals(begin, end, self.seqlen_k)
+        return self._like([*self._intervals(), *other._intervals()])
 
     def __invert__(self) -> Mask:
         if self.per_query != 1 or self.listed:
             return Mask.dense(~self.to_dense())
-        begin, end = self._intervals()
-        begin, end = F.pad(end, (1, 0)), F.pad(begin, (0, 1), value=self.seqlen_k)
-        return _of_intervals(begin, end, self.seqlen_k)
+        ((begin, end),) = self._intervals()
+        return self._like([(0, begin), (end, self.seqlen_k)])
 
-    def _intervals(self) -> tuple[Tensor, Tensor]:
-        """begin and end, (…, Sq, `per_query`)."""
-        pairs = self.words[:, :, : self.seqlen_q].unflatten(-1, (2, 2))[..., : self.per_query, :]
-        return pairs[..., 0], pairs[..., 1]
+    def kinds(self) -> Tensor:
+        """The kind of each block, uint8 (B or 1, Hq or 1, ⌈Sq / 128⌉, ⌈Sk / 128⌉): 0 is hidden, 1
+        full and 2 visible in part."""
+        return kinds_of_runs(self.kv_tiles, blocks_of(self.seqlen_k))
+
+    def _like(self, intervals: Intervals) -> Mask:
+        return _of_intervals(intervals, self.seqlen_q, self.seqlen_k, self.device)
+
+    def _intervals(self) -> Intervals:
+        begin_0, end_0, begin_1, end_1 = self.words[:, :, : self.seqlen_q].unbind(-1)
+        return [(begin_0, end_0), (begin_1, end_1)][: self.per_query]
+
+    def _limited(self, others: Intervals, other: Mask | None = None) -> Mask:
+        """What intervals show as well: those of a mask, or of every block."""
+        if self.per_query * len(others) not in (1, 2):
+            shown = parts.shown_by(others, self.seqlen_k, self.device)
+            return Mask.dense(self.to_dense() & (shown if other is None else other.to_dense()))
+        both = [
+            (parts.larger(begin, begin_2), parts.smaller(end, end_2))
+            for begin, end in self._intervals()
+            for begin_2, end_2 in others
+        ]
+        listed = [x.kinds() > 0 for x in (self, other) if x is not None and x.listed]
+        if not listed:
+            return self._like(both)
+        words = parts.as_tensor(both, self.seqlen_q, self.device)
+        matrices = torch.broadcast_shapes(*(x.shape[:2] for x in (words, *listed)))
+        kinds = (listed[0] & listed[-1]).to(torch.uint8).expand(*matrices, -1, -1)
+        tiles: _Tiles = mask_from_blocks(kinds, words)
+        return Mask(*tiles, self.seqlen_q, self.seqlen_k, len(both), True)
 
     def _require_like(self, other: Mask) -> None:
         if not isinstance(other, Mask):
@@ -480,28 +487,24 @@ class Mask:
 
     def folded(self, causal: bool, window: Pair) -> Mask:
         """The mask with causal and window, bottom-right as everywhere, within it."""
-        left, right = require_pair("window", window)
-        right = 0 if causal else right
+        left, right = _window(causal, window)
         if left < 0 and right < 0:
             return self
 
         def make() -> Mask:
-            query, keys = _positions(0, self.seqlen_q, self.seqlen_k, self.device)
-            band = _seen(*_every(query, keys), query, causal, window, 0)
-            return self & _of_intervals(*band, keys)
+            position = parts.positions(self.seqlen_q, self.seqlen_k, self.device)
+            return self._limited([parts.band(0, self.seqlen_k, position, left, right)])
 
         return self.keep(("band", left, right), (), make)  # type: ignore[no-any-return]
 
     def within(self, cu_seqlens: tuple[Tensor, Tensor], causal: bool, window: Pair) -> Mask:
         """The mask, over packed positions, within sequences: for q and for k."""
-        left, right = require_pair("window", window)
+        sides = _window(causal, window)
 
         def make() -> Mask:
-            sizes = self.seqlen_q, self.seqlen_k
-            return self & _packed(cu_seqlens, sizes, causal, (left, right), 0)
+            return self._limited(_within(cu_seqlens, (self.seqlen_q, self.seqlen_k), sides))
 
-        key = ("documents", causal, left, right)
-        return self.keep(key, cu_seqlens, make)  # type: ignore[no-any-return]
+        return self.keep(("documents", *sides), cu_seqlens, make)  # type: ignore[no-any-return]
 
     @staticmethod
     def of_bias(bias: Tensor, seqlen_q: int, seqlen_k: int, window: Pair = (-1, -1)) -> Mask:
@@ -512,10 +515,9 @@ class Mask:
         def make() -> Mask:
             visible = bias[(None,) * (4 - bias.dim())].expand(-1, -1, seqlen_q, seqlen_k)
             if left >= 0 or right >= 0:
-                query, keys = _positions(0, seqlen_q, seqlen_k, bias.device)
-                key = torch.arange(keys, device=bias.device)
-                low, high = _banded(*_every(query, keys), query, left, right)
-                visible = visible & (key >= low.unsqueeze(-1)) & (key < high.unsqueeze(-1))
+                position = parts.positions(seqlen_q, seqlen_k, bias.device)
+                band = parts.band(0, seqlen_k, position, left, right)
+                visible = visible & parts.shown_by([band], seqlen_k, bias.device)
             return Mask.dense(visible)
 
         if _changing(bias.device) or bias.is_inference():
@@ -544,148 +546,37 @@ def _unflatten(tensors: Any, sizes: tuple[Any, ...]) -> Mask:
 register_pytree(Mask, _flatten, _unflatten, "flash_ext.Mask")
 
 
-# --- Intervals: begin and end, int32, (…, Sq) ---
-
-
-def _positions(
-    n: int | Tensor, seqlen_q: int, seqlen_k: int | None, device: torch.device | str | None
-) -> tuple[Tensor, int]:
-    """The position among the keys of each query, the last being the last key's; and Sk."""
-    if device is None:
-        device = n.device if isinstance(n, Tensor) else torch.get_default_device()
-    keys = seqlen_q if seqlen_k is None else seqlen_k
-    return torch.arange(keys - seqlen_q, keys, dtype=torch.int32, device=device), keys
-
-
-def _every(query: Tensor, keys: int) -> tuple[Tensor, Tensor]:
-    """Every key, (1, 1, 1)."""
-    return query.new_zeros((1, 1, 1)), query.new_full((1, 1, 1), keys)
-
-
-def _banded(
-    begin: Tensor, end: Tensor, position: Tensor, left: int, right: int
-) -> tuple[Tensor, Tensor]:
-    """The part of [begin, end) within a window about each query's position."""
-    begin, end, position = torch.broadcast_tensors(begin, end, position)
-    if left >= 0:
-        begin = torch.maximum(begin, position - left)
-    if right >= 0:
-        end = torch.minimum(end, position + (right + 1))
-    return begin, end
-
-
-def _seen(
-    begin: Tensor,
-    end: Tensor,
-    position: Tensor,
-    causal: bool,
-    window: Pair,
-    prefix: int | Tensor,
-) -> tuple[Tensor, Tensor]:
-    """What a query sees of its document [begin, end): (…, Sq, 1 or 2)."""
+def _window(causal: bool, window: Pair) -> tuple[int, int]:
     left, right = require_pair("window", window)
-    low, high = _banded(begin, end, position, left, 0 if causal else right)
-    if not isinstance(prefix, Tensor) and prefix <= 0:
-        return low.unsqueeze(-1), high.unsqueeze(-1)
-    first = torch.minimum(begin + prefix, end)
-    begin, first, low, high = torch.broadcast_tensors(begin, first, low, high)
-    if left < 0:
-        return begin.unsqueeze(-1), torch.maximum(first, high).unsqueeze(-1)
-    return torch.stack((begin, torch.maximum(low, first)), -1), torch.stack((first, high), -1)
+    return left, 0 if causal else right
 
 
-def _packed(
+def _by_batch(n: int | Tensor, device: torch.device) -> int | Tensor:
+    """A number for each batch element as (B, 1, 1)."""
+    return n.view(-1, 1, 1).to(device) if isinstance(n, Tensor) else n
+
+
+def _of_intervals(intervals: Intervals, seqlen_q: int, seqlen_k: int, device: torch.device) -> Mask:
+    tiles: _Tiles = mask_from_intervals(parts.as_tensor(intervals, seqlen_q, device), seqlen_k)
+    return Mask(*tiles, seqlen_q, seqlen_k, len(intervals))
+
+
+def _of_blocks(shown: Tensor, seqlen_q: int, seqlen_k: int, block: int = MASK_BLOCK) -> Mask:
+    if block != MASK_BLOCK:
+        kinds, words = parts.half_blocks(shown, seqlen_q, seqlen_k)
+        lists: _Lists = mask_from_kinds(kinds)
+        return Mask(*lists, words, seqlen_q, seqlen_k)
+    every = parts.as_tensor([(0, seqlen_k)], seqlen_q, shown.device)
+    tiles: _Tiles = mask_from_blocks(shown.to(torch.uint8), every)
+    return Mask(*tiles, seqlen_q, seqlen_k, 1, True)
+
+
+def _within(
     cu_seqlens: tuple[Tensor, Tensor],
     sizes: tuple[int, int],
-    causal: bool,
-    window: Pair,
-    prefix: int | Tensor,
-) -> Mask:
-    """Packed sequences, bottom-right each: the offsets and the rows of q, and of k."""
-    (cu_q, cu_k), (rows, keys) = cu_seqlens, sizes
-    query = torch.arange(rows, dtype=torch.int32, device=cu_q.device)
-    last = cu_q.shape[0] - 1
-    stop = torch.searchsorted(cu_q, query, right=True).clamp(max=last)  # where the sequence ends
-    # Those of a query after the last sequence are both the last: nothing.
-    start = torch.where(query < cu_q[-1], stop - 1, last)
-    begin, end = cu_k[start], cu_k[stop]
-    if isinstance(prefix, Tensor):
-        prefix = prefix.to(torch.int32)[start.clamp(max=last - 1)] if last else 0
-    return _of_intervals(
-        *_seen(begin, end, query + (end - cu_q[stop]), causal, window, prefix), keys
-    )
-
-
-def _of_intervals(begin: Tensor, end: Tensor, seqlen_k: int) -> Mask:
-    """Of (…, Sq, 1 or 2), integers of any size."""
-    begin, end = torch.broadcast_tensors(begin, end)
-    begin, end = (x[(None,) * (4 - x.dim())] for x in (begin, end))
-    if begin.dtype != torch.int32 or end.dtype != torch.int32:
-        begin, end = (x.clamp(0, seqlen_k).to(torch.int32) for x in (begin, end))
-    tensors = mask_from_intervals(begin, end, seqlen_k)
-    per_query: Any = begin.shape[-1]
-    return Mask(*tensors, begin.shape[2], seqlen_k, per_query)
-
-
-# --- Blocks ---
-
-
-def _shown(index: Tensor, count: Tensor, blocks: int) -> Tensor:
-    """Which blocks are among the first `count` of a list, bool (…, blocks)."""
-    used = torch.arange(index.shape[-1], device=index.device) < count.unsqueeze(-1)
-    used = used & (index >= 0) & (index < blocks)
-    shown = torch.zeros((*index.shape[:-1], blocks + 1), dtype=torch.bool, device=index.device)
-    return shown.scatter_(-1, index.long().masked_fill(~used, blocks), True)[..., :blocks]
-
-
-def _with_kinds(mask: Mask, kinds: Tensor, listed: bool) -> Mask:
-    """The mask with other blocks, (Bm, Hm, nQ, nK)."""
-    kv_tiles, q_tiles = from_kinds(kinds)
-    words = mask.words.expand(*kinds.shape[:2], *mask.words.shape[2:]).contiguous()
-    return replace(mask, kv_tiles=kv_tiles, q_tiles=q_tiles, words=words, listed=listed)
-
-
-def _of_half_blocks(shown: Tensor, seqlen_q: int, seqlen_k: int) -> Mask:
-    """Of blocks of 64 by 64."""
-    rows, columns = _blocks_of(seqlen_q), _blocks_of(seqlen_k)
-    if shown.shape[2] % 2 == 1:  # a block that is not there does not make the other one partial
-        shown = torch.cat((shown, shown[:, :, -1:]), 2)
-    shown = F.pad(shown, (0, 2 * columns - shown.shape[3]))
-    shown = shown.unflatten(3, (columns, 2)).unflatten(2, (rows, 2)).transpose(3, 4)
-    kinds = torch.where(shown.flatten(-2).any(-1), PARTIAL, 0)
-    kinds = torch.where(shown.flatten(-2).all(-1), FULL, kinds)
-    # The keys 0 to 63 of a block are the low halves of its words.
-    words = torch.where(shown[..., 0], 0xFFFF, 0) | torch.where(shown[..., 1], -0x10000, 0)
-    words = words.to(torch.int32).repeat_interleave(64, -1).unsqueeze(-1).repeat_interleave(4, -1)
-    if seqlen_k % MASK_BLOCK != 0:
-        within = torch.arange(MASK_BLOCK, device=shown.device) < seqlen_k % MASK_BLOCK
-        kinds[..., -1] = torch.where(kinds[..., -1] == 0, 0, PARTIAL)
-        words[:, :, :, -1] &= pack_bits(within)
-    return Mask(*from_kinds(kinds), words, seqlen_q, seqlen_k)
-
-
-def _evaluated(
-    mask_mod: Callable[..., Tensor],
-    full: Tensor,
-    shown: Tensor,
-    block: tuple[int, int],
-    sizes: tuple[int, int],
-) -> Mask:
-    """Of blocks (B, H, …) of any size, in full, or where mask_mod is true as well."""
-    function: Callable[..., Tensor] = mask_mod
-    for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None)):
-        function = torch.vmap(function, in_dims=dims)
-    function = torch.vmap(function, in_dims=(0, None, None, None))
-    (batch, heads), (seqlen_q, seqlen_k), device = shown.shape[:2], sizes, shown.device
-    b, h, keys = (torch.arange(n, device=device) for n in (batch, heads, seqlen_k))
-    step = max(_EVALUATED // max(batch * heads * seqlen_k * MASK_BLOCK, 1), 1) * MASK_BLOCK
-    parts = []
-    for start in range(0, max(seqlen_q, 1), step):
-        rows = torch.arange(start, min(start + step, seqlen_q), device=device)
-        in_full, in_shown = (
-            x[:, :, rows // block[0]][..., keys // block[1]] for x in (full, shown)
-        )
-        parts.append(mask_from_dense(in_full | (in_shown & function(b, h, rows, keys))))
-    kv_tiles, words = (torch.cat([part[i] for part in parts], 2) for i in (0, 2))
-    kinds = kinds_of_runs(kv_tiles, _blocks_of(seqlen_k))
-    return Mask(*from_kinds(kinds), words, seqlen_q, seqlen_k)
+    window: tuple[int, int],
+    prefix: int | Tensor = 0,
+) -> Intervals:
+    """Of packed sequences, for q and for k."""
+    begin, end, position, prefix = parts.packed(*cu_seqlens, sizes[0], prefix)
+    return parts.document(begin, end, position, *window, prefix)

@@ -141,7 +141,7 @@ def test_names_on_pages_for_readers_exist(page: str) -> None:
 
 PYTHON_LAYERS = (
     ("ops", "dropout", "timing"),
-    ("cpu", "functional", "cache", "mask", "masked", "_mask_tiles"),
+    ("cpu", "functional", "cache", "mask", "mask_parts", "masked"),
     (
         "reference",
         "explanation",

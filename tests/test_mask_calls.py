@@ -75,7 +75,7 @@ def test_unused_entries_are_not_read(name: str, variant: str, device: str) -> No
 
 @every_variant
 def test_beside_other_options(variant: str, device: str) -> None:
-    """A float bias with gradient, ALiBi, dropout, a bool bias: whatever kernels have with a mask."""
+    """A float bias with gradient, ALiBi, dropout: by whichever kernels have them with a mask."""
     for seed, more in enumerate(
         (
             {"bias": "1hqk"},
@@ -387,18 +387,25 @@ def test_flex_attention(grouped: bool, device: str) -> None:
         device=device,
     )
     options: dict[str, Any] = {"block_mask": found, "scale": 0.2, "enable_gqa": grouped}
-    want, lse = flex_attention(q, k, v, return_lse=True, **options)
+    constants = (x.detach() for x in (q, k, v))
+    want, lse = flex_attention(*constants, return_lse=True, **options)
     got, got_lse = flash_ext.flex_attention(q, k, v, return_lse=True, **options)
     assert got.shape == want.shape and got_lse.shape == lse.shape
     close = {"atol": 1e-4, "rtol": 1e-4} if device == "cpu" else {"atol": 2e-2, "rtol": 2e-2}
     torch.testing.assert_close(got, want, **close)
     torch.testing.assert_close(got_lse, lse.float(), **close)
+    dense = Mask.from_block_mask(found).to_dense()
+    want = torch.nn.functional.scaled_dot_product_attention(
+        *(q, k, v, dense), scale=0.2, enable_gqa=grouped
+    )
+    want = want.where(dense.any(-1, keepdim=True), 0)
     dout = torch.randn_like(want)
     pairs = (torch.autograd.grad(x, (q, k, v), dout) for x in (got, want))
     for x, y in zip(*pairs, strict=True):
         torch.testing.assert_close(x, y, **close)
+    kept = flash_ext.flex._masks[found]
     assert torch.equal(flash_ext.flex_attention(q, k, v, **options), got)
-    assert flash_ext.flex._masks[found] is flash_ext.flex._masks[found]
+    assert flash_ext.flex._masks[found] is kept
 
 
 def test_flex_attention_without_a_mask_and_with_ours() -> None:

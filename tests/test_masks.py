@@ -1,5 +1,5 @@
-"""`flash_ext.Mask`: every constructor against the dense mask that its words describe, and calls with
-masks against standard attention with that dense mask.
+"""`flash_ext.Mask`: every constructor against the dense mask that its words describe, and calls
+with masks against standard attention with that dense mask.
 
 Would catch an interval that is off by one, a block that is missing in one of the two lists, a mask
 that is stale after a write, a call that loses the mask or its causal part, and a wait for the GPU.
@@ -197,17 +197,22 @@ def test_every_constructor(name: str, sizes: tuple[int, ...]) -> None:
 
 
 def assert_is(mask: Mask, shown: Tensor) -> None:
-    """The mask shows this, by both of its lists, and its density is the share of its blocks."""
+    """The mask shows this. Blocks that both of its lists name, and as full, are enough and right;
+    only lists of intervals may name blocks that show nothing."""
     found = mask.to_dense()
     assert found.shape == mask.shape and found.dtype == torch.bool
     assert torch.equal(found, shown.expand_as(found)), mask
     rows, columns = (-(-x // 128) for x in mask.shape[2:])
-    kinds = kinds_of_runs(mask.kv_tiles, columns)
-    assert torch.equal(kinds_of_runs(mask.q_tiles, rows).mT > 0, kinds > 0)
+    kinds = mask.kinds()
+    whole = F.pad(found, (0, 0, 0, -found.shape[2] % 128), value=True)
+    padded = (F.pad(x, (0, -x.shape[3] % 128, 0, -x.shape[2] % 128)) for x in (found, whole))
+    some, full = (x.unflatten(3, (-1, 128)).unflatten(2, (-1, 128)) for x in padded)
+    some, full = some.any(5).any(3), full.all(5).all(3)
+    for listed in (kinds, kinds_of_runs(mask.q_tiles, rows).mT):
+        assert not (some & (listed == 0)).any() and not (~full & (listed == 1)).any()
+        assert mask.per_query or torch.equal(some, listed > 0)
+        assert mask.per_query or torch.equal(full & some, listed == 1)
     assert torch.isclose(mask.density(), (kinds > 0).float().mean()) or 0 in (rows, columns)
-    padded = F.pad(found, (0, -found.shape[3] % 128, 0, -found.shape[2] % 128))
-    some = padded.unflatten(3, (-1, 128)).unflatten(2, (-1, 128)).any(5).any(3)
-    assert torch.equal(kinds > 0, some) or mask.per_query == 0 or mask.listed
     text = mask.plot().splitlines()
     assert len(text) == rows and all(len(line) == columns for line in text)
     assert "".join(text).count("·") == int((kinds[0, 0] == 0).sum())
