@@ -19,7 +19,9 @@ from . import flash_attn_interface as flash_attn_interface
 from .cache import attention_with_cache, attention_with_shared_prefix
 from .cpu import tiled
 from .explanation import Explanation, explain
+from .flex import flex_attention
 from .functional import attention, attention_varlen
+from .mask import Mask
 from .ops.options import CPU_VARIANTS, KERNEL_DIMS, VARIANTS
 
 __all__ = [
@@ -27,12 +29,14 @@ __all__ = [
     "KERNEL_DIMS",
     "VARIANTS",
     "Explanation",
+    "Mask",
     "attention",
     "attention_varlen",
     "attention_with_cache",
     "attention_with_shared_prefix",
     "dropout",
     "explain",
+    "flex_attention",
     "fp8",
     "reference",
     "tiled",

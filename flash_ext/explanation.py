@@ -14,6 +14,8 @@ from typing_extensions import Unpack
 
 from . import ops
 from .functional import AttentionOptions, attention_options
+from .mask import Mask
+from .masked import with_mask, with_packed_mask
 from .ops.checks import require_number, require_tensors
 from .ops.options import VARIANTS
 
@@ -58,6 +60,10 @@ class Explanation:
     None if there are none. "auto" takes fa2 where a copy of many keys for few queries would cost
     more."""
 
+    mask: str | None = None
+    """How kernels get the mask: "lists of blocks", or "a bool bias" if the variant has no masks, or
+    none beside these options. None without a mask."""
+
     def __str__(self) -> str:
         build = f" ({self.build})" if self.build else ""
         lines = [
@@ -73,6 +79,8 @@ class Explanation:
             lines[1] += f", because {self.why_backward}"
         if self.copied:
             lines[0] += f"; rows of {self.copied} are copied to aligned memory first"
+        if self.mask:
+            lines[0] += f"; the mask is {self.mask}"
         lines += [f"{name}: {reason or 'runs'}" for name, reason in self.reasons.items()]
         lines += [f"layout: {self.layout}"] if self.layout else []
         return "\n".join(lines)
@@ -92,6 +100,26 @@ def _check(
         # Errors from C++ add the place in the source: before the message and on later lines.
         first_line = str(error).partition("\n")[0]
         return first_line[max(first_line.find("flash_ext:"), 0) :].removeprefix("flash_ext: ")
+
+
+def _with_mask(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, variant: str, given: dict[str, Any]
+) -> tuple[Tensor, Tensor, Tensor, str, dict[str, Any]]:
+    """A call as the ops get it, with the variant by itself."""
+    if mask is not None:
+        given = given | {"variant": variant}
+        if "cu_seqlens_q" in given:
+            q, k, v, given = with_packed_mask(q, k, v, mask, given)
+        else:
+            given = with_mask(q, k, v, mask, given)
+        del given["variant"]
+    return q, k, v, variant, given
+
+
+def _mask_of(mask: Mask | None, given: dict[str, Any]) -> str | None:
+    if mask is None:
+        return None
+    return "lists of blocks" if "mask_words" in given else "a bool bias"
 
 
 _MOST_HEADS = 128
@@ -177,12 +205,16 @@ def explain(
     if options.get("dropout_p", 0.0) != 0.0 and options.get("rng_state") is None:
         # Otherwise one would be drawn, which advances the generator.
         options["rng_state"] = torch.zeros(2, dtype=torch.int64, device=q.device)
+    mask = options.pop("mask", None)
     given = attention_options(q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options)
     if page_table is not None:
         require_tensors(page_table=page_table)
         given["page_table"] = page_table
 
-    found = {name: _check(q, k, v, name, given) for name in (*VARIANTS, wanted)}
+    def check(name: str) -> tuple[int, int, str, str] | str:
+        return _check(*_with_mask(q, k, v, mask, name, given))
+
+    found = {name: check(name) for name in (*VARIANTS, wanted)}
     chosen = found.pop("auto") if wanted == "auto" else found[wanted]
     variant, backward, why, copied = (-1, -1, "", "") if isinstance(chosen, str) else chosen
     names = (*VARIANTS, None)  # the last of them, -1: none
@@ -196,4 +228,5 @@ def explain(
         build=ops.cuda_build(),
         layout=_swapped(q, k, v, any(not isinstance(x, str) for x in found.values()), given),
         copied=copied or None,
+        mask=_mask_of(mask, _with_mask(q, k, v, mask, wanted, given)[-1]),
     )

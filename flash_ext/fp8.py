@@ -222,6 +222,7 @@ _KNOWN_OPTIONS = frozenset(AttentionOptions.__annotations__)
 _NEVER_GIVEN = {
     "bias": "no variant that accepts 8-bit inputs has one",
     "alibi_slopes": "no variant that accepts 8-bit inputs has ALiBi",
+    "mask": "no variant that accepts 8-bit inputs has one",
     "rng_state": "no variant that accepts 8-bit inputs has dropout",
     "q_descale": "quantization makes it",
     "k_descale": "quantization makes it",

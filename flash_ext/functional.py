@@ -13,8 +13,11 @@ from torch.fx import Proxy
 from typing_extensions import Unpack
 
 from . import ops
+from .mask import Mask
+from .masked import with_bool_bias, with_mask, with_packed_mask
 from .ops.checks import (
     Pair,
+    refuse,
     refuse_gradients,
     require_dtype,
     require_number,
@@ -35,6 +38,7 @@ class AttentionOptions(TypedDict, total=False):
     softcap: float
     alibi_slopes: Tensor | None
     bias: Tensor | None
+    mask: Mask | None
     sink: Tensor | None
     seqused_k: Tensor | None
     dropout_p: float
@@ -55,6 +59,7 @@ _ELSEWHERE = {
     "page_table": "an argument of attention_with_cache",
     "rotary_cos": "an argument of attention_with_cache",
     "attn_mask": "bias: added to the scores, or bool, True where a key is visible",
+    "block_mask": "mask: flash_ext.Mask.from_block_mask makes one",
     "dropout": "dropout_p",
     "enable_gqa": "not needed: k and v may have fewer heads",
     "is_causal": "causal, aligned bottom-right where Sq and Sk differ",
@@ -89,6 +94,7 @@ def attention_options(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
+    mask: Mask | None = None,
     sink: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
@@ -108,6 +114,7 @@ def attention_options(
     """The options of `attention` as the ops take them, without those that have the ops' defaults.
 
     Every option that is given costs time in the dispatcher, all of them more than the launch.
+    A mask, which `flash_ext.masked` adds, is refused here.
 
     Raises:
         TypeError: an unknown one.
@@ -136,6 +143,8 @@ def attention_options(
     if bias is not None:
         require_tensors(bias=bias)
         options["bias"] = bias if bias.dim() >= 4 else bias[(None,) * (4 - bias.dim())]
+    if mask is not None:
+        refuse("mask", "None here: attention and attention_varlen have it", "one")
     if sink is not None:
         require_tensors(sink=sink)
         options["sink"] = sink.to(statistics_dtype(q.dtype)).contiguous()
@@ -291,7 +300,12 @@ def attention(
         alibi_slopes: (Hq) or (B, Hq): each head's penalty per position of distance (Press et al.,
             "Train short, test long", 2022). Constants: slopes that want a gradient are refused.
         bias: added to the scores. Broadcasts to (B, Hq, Sq, Sk), with any strides; q's dtype,
-            float32, or bool: False hides the key, like −inf. Its gradient repeats bit by bit.
+            float32, or bool: False hides the key, like −inf. Its gradient repeats bit by bit. A
+            large bool bias on a GPU becomes a mask where fa3 has one: once, while it lives and is
+            not written to.
+        mask: a `flash_ext.Mask` for (B or 1, Hq or 1, Sq, Sk). causal and window hide further keys,
+            as always. Where a variant's kernels have no masks, or not beside the other options, it
+            is a bool bias: `flash_ext.explain` says so.
         sink: (Hq), float32: a score per head that takes part in the softmax, as of a key that comes
             first and has value 0 (gpt-oss model card, 2025; cf. Xiao et al., "Efficient streaming
             language models with attention sinks", 2024).
@@ -348,8 +362,13 @@ def attention(
     """
     if isinstance(q, Proxy):
         return recorded(attention, q, k, v, return_lse=return_lse, **options)
+    mask, bias = options.pop("mask", None), options.get("bias")
     # Packed sequences are attention_varlen's: given here, they are not among the options.
     given = attention_options(q, cu_seqlens_q=None, cu_seqlens_k=None, **options)
+    if mask is not None:
+        given = with_mask(q, k, v, mask, given)
+    elif bias is not None and bias.dtype == torch.bool:
+        given = with_bool_bias(q, k, v, bias, given)
     out, lse = ops.forward(q, k, v, need_lse=return_lse, **given)
     return (out, lse) if return_lse else out
 
@@ -418,6 +437,9 @@ def attention_varlen(
         bias: (B or 1, Hq or 1, Lq or 1, Lk or 1), indexed by positions within the sequence.
             Positions that an Lq or Lk other than 1 does not reach are hidden.
         seqused_k: int32 (B): sequence b has only the first seqused_k[b] of its keys.
+        mask: a `flash_ext.Mask` over all rows, (1, Hq or 1, total_q, total_k), of which each
+            sequence has its own part. Not beside bias, alibi_slopes, dropout_p, seqused_k and
+            descales. Rows that belong to no sequence must be finite then.
         q_descale, k_descale: blocks count from the first row of each sequence, and are as many as
             the longest one has, or more: on CUDA checked only with FLASH_EXT_DEBUG=1.
 
@@ -437,6 +459,11 @@ def attention_varlen(
     if isinstance(q, Proxy):
         packed = (k, v, cu_seqlens_q, cu_seqlens_k)
         return recorded(attention_varlen, q, *packed, return_lse=return_lse, **options)
+    mask = options.pop("mask", None)
     given = attention_options(q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options)
+    if mask is not None:
+        q, k, v, given = with_packed_mask(q, k, v, mask, given)
     out, lse = ops.forward(q, k, v, need_lse=return_lse, **given)
+    if mask is not None:
+        out, lse = out[0], lse[0]
     return (out, lse) if return_lse else out

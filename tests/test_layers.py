@@ -141,8 +141,16 @@ def test_names_on_pages_for_readers_exist(page: str) -> None:
 
 PYTHON_LAYERS = (
     ("ops", "dropout", "timing"),
-    ("cpu", "functional", "cache"),
-    ("reference", "explanation", "flash_attn", "flash_attn_interface", "fp8", "integrations"),
+    ("cpu", "functional", "cache", "mask", "mask_parts", "masked"),
+    (
+        "reference",
+        "explanation",
+        "flash_attn",
+        "flash_attn_interface",
+        "flex",
+        "fp8",
+        "integrations",
+    ),
     ("__init__", "__main__", "bench"),
 )
 

@@ -42,7 +42,7 @@ from .problem import TENSORS, Shape, for_cpu
 DTYPES = ("bfloat16", "float16", "float32")
 
 NUMBER_OPTIONS = set(AttentionOptions.__annotations__) - TENSOR_OPTIONS - {
-    *("causal", "variant", "out_dtype")
+    *("causal", "variant", "out_dtype", "mask")
 }  # fmt: skip
 """The names that --option takes with a value."""
 

@@ -304,6 +304,26 @@ def ordinary_tensors() -> contextlib.AbstractContextManager[object]:
     return stack
 
 
+def version(x: Tensor) -> object:
+    """A number that a write to x changes. Without torch's name for it nothing equals it."""
+    return getattr(x, "_version", object())
+
+
+_register_pytree = _find("torch.utils._pytree.register_pytree_node")
+
+
+def register_pytree(
+    cls: type[Any],
+    flatten: Callable[[Any], tuple[list[Any], Any]],
+    unflatten: Callable[[Any, Any], Any],
+    name: str,
+) -> None:
+    """Let torch find the tensors of an object of this class among arguments. Without torch's name
+    for it torch.export and torch.utils.checkpoint see no tensors in it."""
+    if _register_pytree is not None:
+        _register_pytree(cls, flatten, unflatten, serialized_type_name=name)
+
+
 # --- Timing ---
 
 gpu_sleep: Callable[[int], object] = _find("torch.cuda._sleep") or (lambda cycles: None)

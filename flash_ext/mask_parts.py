@@ -1,0 +1,191 @@
+"""What the constructors of a `Mask` say: as intervals of keys, as blocks, and as bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .cpu.tile_mask import FULL, PARTIAL, kinds_of_runs, pack_bits
+from .ops.mask import blocks_of, mask_from_dense
+from .ops.options import MASK_BLOCK
+
+Edge = Tensor | int
+"""Where intervals begin or end: integers (…, Sq), or one for all."""
+
+Intervals = Sequence[tuple[Edge, Edge]]
+"""The half-open intervals of keys that each query sees, one or two. What lies outside of the keys
+is cut off later."""
+
+_EVALUATED = 1 << 26
+"""Pairs of a query and a key at which a mask_mod is evaluated at a time."""
+
+_HALF = MASK_BLOCK // 2
+
+
+# --- Intervals ---
+
+
+def larger(a: Edge, b: Edge) -> Edge:
+    """The maximum."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.maximum(a, b)
+    if isinstance(a, Tensor):
+        return a.clamp(min=b)
+    return b.clamp(min=a) if isinstance(b, Tensor) else max(a, b)
+
+
+def smaller(a: Edge, b: Edge) -> Edge:
+    """The minimum."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.minimum(a, b)
+    if isinstance(a, Tensor):
+        return a.clamp(max=b)
+    return b.clamp(max=a) if isinstance(b, Tensor) else min(a, b)
+
+
+def positions(seqlen_q: int, seqlen_k: int, device: torch.device | str | None) -> Tensor:
+    """The position of each query among the keys: the last query's is the last key's."""
+    return torch.arange(seqlen_k - seqlen_q, seqlen_k, dtype=torch.int32, device=device)
+
+
+def band(begin: Edge, end: Edge, position: Tensor, left: int, right: int) -> tuple[Edge, Edge]:
+    """The part of [begin, end) within a window about each query's position."""
+    if left >= 0:
+        begin = larger(position - left, begin)
+    if right >= 0:
+        end = smaller(position + (right + 1), end)
+    return begin, end
+
+
+def document(
+    begin: Edge, end: Edge, position: Tensor, left: int, right: int, prefix: Edge
+) -> Intervals:
+    """What a query sees of its document [begin, end): a window and the first keys."""
+    low, high = band(begin, end, position, left, right)
+    if isinstance(prefix, int) and prefix <= 0:
+        return [(low, high)]
+    first = smaller(begin + prefix, end)
+    if left < 0:
+        return [(begin, larger(first, high))]
+    return [(begin, first), (larger(low, first), high)]
+
+
+def documents_of_ids(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Where the document of each token of (B, S) begins and ends, and the token's position:
+    (B, 1, S). Stretches of equal ids are documents, but not of negative ones."""
+    batch, rows = ids.shape
+    new = F.pad(ids[:, 1:] != ids[:, :-1], (1, 0), value=True).flatten()
+    number = new.cumsum(0)  # from 1, over all of the batch
+    token = torch.arange(batch * rows, dtype=torch.int32, device=ids.device)
+    first = token.new_full((batch * rows + 2,), batch * rows)
+    first.scatter_(0, number * new, token)  # 0 is for tokens that are not the first
+    begin, end = (x[None, None].view(batch, 1, rows) for x in (first[number], first[number + 1]))
+    if batch > 1:
+        of_row = torch.arange(0, batch * rows, rows, dtype=torch.int32, device=ids.device)
+        begin, end = begin - of_row.view(-1, 1, 1), end - of_row.view(-1, 1, 1)
+    return begin, end.masked_fill(ids[:, None] < 0, 0), token[:rows]
+
+
+def packed(
+    cu_q: Tensor, cu_k: Tensor, rows: int, prefix: Edge
+) -> tuple[Tensor, Tensor, Tensor, Edge]:
+    """Where the keys of each query's sequence begin and end, its position among them, bottom-right,
+    and its number of `prefix`, of which there may be one for each sequence."""
+    query = torch.arange(rows, dtype=torch.int32, device=cu_q.device)
+    stop = torch.searchsorted(cu_q, query, right=True)
+    start = stop - 1
+    stop = stop.clamp(max=cu_q.shape[0] - 1)  # after the last sequence: as start, so nothing
+    begin, end = cu_k[start], cu_k[stop]
+    position = query if cu_q is cu_k else query + (end - cu_q[stop])
+    if isinstance(prefix, Tensor):
+        prefix = F.pad(prefix.to(torch.int32), (0, 1))[start]
+    return begin, end, position, prefix
+
+
+def as_tensor(intervals: Intervals, rows: int, device: torch.device) -> Tensor:
+    """As the ops take them: int32 (Bm, Hm, Sq, 4)."""
+    edges = [x for pair in intervals for x in pair] + [0, 0] * (2 - len(intervals))
+    like: dict[str, Any] = {"dtype": torch.int32, "device": device}
+    numbers = [x if isinstance(x, Tensor) else torch.full((), x, **like) for x in edges]
+    narrow = [
+        x if x.dtype == torch.int32 else x.clamp(-(2**31), 2**31 - 1).to(torch.int32)
+        for x in numbers
+    ]
+    shape = torch.broadcast_shapes((1, 1, rows), *(x.shape for x in narrow))
+    return torch.stack([x.expand(shape) for x in narrow], -1)
+
+
+def shown_by(intervals: Intervals, seqlen_k: int, device: torch.device) -> Tensor:
+    """As bool (…, Sk)."""
+    key = torch.arange(seqlen_k, dtype=torch.int32, device=device)
+    shown = [
+        (key >= (a.unsqueeze(-1) if isinstance(a, Tensor) else a))
+        & (key < (b.unsqueeze(-1) if isinstance(b, Tensor) else b))
+        for a, b in intervals
+    ]
+    return shown[0] if len(shown) == 1 else shown[0] | shown[1]
+
+
+# --- Blocks ---
+
+
+def listed_blocks(index: Tensor, count: Tensor, blocks: int) -> Tensor:
+    """Which blocks are among the first `count` of a list, bool (…, blocks)."""
+    used = torch.arange(index.shape[-1], device=index.device) < count.unsqueeze(-1)
+    used = used & (index >= 0) & (index < blocks)
+    shown = torch.zeros((*index.shape[:-1], blocks + 1), dtype=torch.bool, device=index.device)
+    return shown.scatter_(-1, index.long().masked_fill(~used, blocks), True)[..., :blocks]
+
+
+def half_blocks(shown: Tensor, seqlen_q: int, seqlen_k: int) -> tuple[Tensor, Tensor]:
+    """The kinds of blocks and the bits of a mask of blocks of 64 by 64."""
+    rows, columns = blocks_of(seqlen_q), blocks_of(seqlen_k)
+    if shown.shape[2] % 2 == 1:  # a block that is not there does not make the other one partial
+        shown = torch.cat((shown, shown[:, :, -1:]), 2)
+    shown = F.pad(shown, (0, 2 * columns - shown.shape[3]))
+    shown = shown.unflatten(3, (columns, 2)).unflatten(2, (rows, 2)).transpose(3, 4)
+    some, full = shown.flatten(-2).any(-1), shown.flatten(-2).all(-1)
+    if seqlen_k % MASK_BLOCK != 0:
+        full[..., -1:] = False
+    kinds = torch.where(full, FULL, torch.where(some, PARTIAL, 0)).to(torch.uint8)
+    # The keys 0 to 63 of a block are the low halves of its words.
+    halves = torch.where(shown[..., 0], 0xFFFF, 0) | torch.where(shown[..., 1], -0x10000, 0)
+    words = halves.to(torch.int32).repeat_interleave(_HALF, -1)
+    words = words.unsqueeze(-1).repeat_interleave(4, -1)
+    if seqlen_k % MASK_BLOCK != 0:
+        within = torch.arange(MASK_BLOCK, device=shown.device) < seqlen_k % MASK_BLOCK
+        words[:, :, :, -1:] &= pack_bits(within)
+    return kinds, words
+
+
+def evaluated(
+    mask_mod: Callable[..., Tensor],
+    full: Tensor,
+    shown: Tensor,
+    block: tuple[int, int],
+    sizes: tuple[int, int],
+) -> tuple[Tensor, Tensor]:
+    """The kinds of blocks and the bits of blocks (B, H, …) of any size, which are full, or shown
+    where mask_mod is true as well. A part of the queries at a time."""
+    function: Callable[..., Any] = mask_mod
+    for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None)):
+        function = torch.vmap(function, in_dims=dims)
+    function = torch.vmap(function, in_dims=(0, None, None, None))
+    (batch, heads), (seqlen_q, seqlen_k), device = shown.shape[:2], sizes, shown.device
+    b, h, keys = (torch.arange(n, device=device) for n in (batch, heads, seqlen_k))
+    step = max(_EVALUATED // max(batch * heads * seqlen_k * MASK_BLOCK, 1), 1) * MASK_BLOCK
+    kinds, words = [], []
+    for start in range(0, max(seqlen_q, 1), step):
+        rows = torch.arange(start, min(start + step, seqlen_q), device=device)
+        in_full, in_shown = (
+            x[:, :, rows // block[0]][..., keys // block[1]] for x in (full, shown)
+        )
+        visible = in_full | (in_shown & function(b, h, rows, keys))
+        kv_tiles, _, bits = mask_from_dense(visible)
+        kinds.append(kinds_of_runs(kv_tiles, blocks_of(seqlen_k)))
+        words.append(bits)
+    return torch.cat(kinds, 2), torch.cat(words, 2)

@@ -1,0 +1,499 @@
+"""Calls with a `flash_ext.Mask`, beside all that may surround them.
+
+Would catch a mask that a compiler, a checkpoint or a CUDA graph keeps from an earlier call, a kept
+mask that is stale after a write, a read of list entries that nothing may read, packed sequences
+that see each other, and errors that name another argument.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from attention_testing import (
+    Problem,
+    assert_accurate,
+    assert_all_bitwise_equal,
+    dense_mask,
+    expected_results,
+    make_inputs,
+)
+from test_masks import EVERY_VARIANT, results
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.utils.checkpoint import checkpoint
+
+import flash_ext
+import flash_ext.reference
+from flash_ext import Mask, masked
+
+every_variant = pytest.mark.parametrize("variant", EVERY_VARIANT)
+MAKERS = {
+    "dense": lambda d: Mask.dense(torch.ones(300, 300, dtype=torch.bool, device=d).tril(9)),
+    "intervals": lambda d: Mask.sinks(5, (70, 3), 300, device=d),
+    "blocks": lambda d: Mask.blocks(
+        torch.tensor([[[[0, 2], [1, 0], [2, 2]]]], device=d),
+        torch.tensor([[[2, 1, 0]]], device=d),
+        *(300, 300),
+    ),
+}
+
+
+def qkv(
+    device: str, *, batch: int = 2, rows: int = 300, grad: bool = True, **more: Any
+) -> list[Tensor]:
+    torch.manual_seed(3)
+    shapes = ((batch, rows, 4, 64), (batch, rows, 2, 64), (batch, rows, 2, 64))
+    like = {"device": device, "dtype": torch.bfloat16} | more
+    return [torch.randn(x, **like).requires_grad_(grad) for x in shapes]
+
+
+def grads(out: Tensor, leaves: list[Tensor]) -> dict[str, Tensor]:
+    torch.manual_seed(4)
+    found = torch.autograd.grad(out, leaves, torch.randn_like(out))
+    return {"out": out.detach()} | dict(zip(("dq", "dk", "dv"), found, strict=True))
+
+
+@every_variant
+@pytest.mark.parametrize("name", MAKERS)
+def test_unused_entries_are_not_read(name: str, variant: str, device: str) -> None:
+    """Entries after the last run and words of blocks that are not partial."""
+    mask, tensors = MAKERS[name](device), qkv(device)
+    options: dict[str, Any] = {"variant": variant, "deterministic": True}
+    want = grads(flash_ext.attention(*tensors, mask=mask, **options), tensors)
+    poison = 0x7FEDCBA9
+    for rows in (mask.kv_tiles, mask.q_tiles):
+        after = torch.arange(rows.shape[-1], device=device) >= 4 + rows[..., 2:3]
+        rows.masked_fill_(after, poison)
+    if mask.words.dim() == 6:
+        kinds = flash_ext.cpu.tile_mask.kinds_of_runs(mask.kv_tiles, mask.words.shape[3])
+        mask.words.masked_fill_((kinds != 2)[..., None, None], poison)
+    got = grads(flash_ext.attention(*tensors, mask=mask, **options), tensors)
+    assert_all_bitwise_equal(got, want)
+
+
+@every_variant
+def test_beside_other_options(variant: str, device: str) -> None:
+    """A float bias with gradient, ALiBi, dropout: by whichever kernels have them with a mask."""
+    for seed, more in enumerate(
+        (
+            {"bias": "1hqk"},
+            {"bias": "b11k", "bias_type": "float32"},
+            {"alibi": "h", "bias": "11qk"},
+            {"dropout_p": 0.2},
+            {"sink": True, "softcap": 8.0, "causal": True},
+        )
+    ):
+        problem = Problem(2, 200, 300, 4, 2, 64, seed=seed, **more)
+        inputs = make_inputs(problem, device)
+        mask = Mask.sinks(3, (90, 40), 200, 300, device=device)
+        options = {} if inputs.bias is None else {"bias": inputs.bias}
+        actual = results(problem, inputs, mask=mask, variant=variant, **options)
+        both = mask.to_dense()
+        if inputs.bias is not None:
+            with torch.no_grad():
+                inputs.bias = inputs.bias.masked_fill(~both, -torch.inf).requires_grad_()
+        else:
+            inputs.bias = both
+        want = expected_results(problem, inputs)
+        if "dbias" in actual:  # of the bias as it was given
+            shape = actual["dbias"].shape
+            for found in (want.ref, want.pt):
+                found["dbias"] = found["dbias"].sum_to_size(shape)
+            want.size.pop("dbias", None)
+        actual.pop("dsink", None)
+        assert_accurate(actual, want, problem.dtype)
+
+
+@every_variant
+def test_a_bool_bias_beside_a_mask(variant: str, device: str) -> None:
+    tensors, mask = qkv(device), MAKERS["intervals"](device)
+    bias = torch.rand(2, 1, 1, 300, device=device) < 0.7
+    got = grads(flash_ext.attention(*tensors, mask=mask, bias=bias, variant=variant), tensors)
+    both = bias & mask.to_dense()
+    want = grads(flash_ext.attention(*tensors, bias=both, variant="fa2"), tensors)
+    for name, x in got.items():
+        torch.testing.assert_close(x, want[name], atol=2e-2, rtol=2e-2)
+
+
+@every_variant
+@pytest.mark.parametrize("per_head", (False, True))
+def test_packed_sequences(per_head: bool, variant: str, device: str) -> None:
+    """Causal within each sequence, whose parts of the mask are all that counts."""
+    lengths = (70, 0, 131, 40)
+    problem = Problem(
+        *(1, 0, 0, 4, 2, 64), lengths_q=lengths, lengths_k=(90, 5, 131, 30), tail=0, causal=True
+    )
+    inputs = make_inputs(problem, device)
+    rows, keys = sum(lengths), 256
+    torch.manual_seed(5)
+    shown = torch.rand(1, 4 if per_head else 1, rows, keys, device=device) < 0.6
+    out, lse = flash_ext.attention_varlen(
+        *(inputs.q, inputs.k, inputs.v, inputs.cu_seqlens_q, inputs.cu_seqlens_k),
+        **{"mask": Mask.dense(shown), "causal": True, "variant": variant, "return_lse": True},
+    )
+    leaves = [inputs.q, inputs.k, inputs.v]
+    found = torch.autograd.grad((out, lse), leaves, (inputs.dout, inputs.dlse))
+    actual = {"out": out, "lse": lse} | dict(zip(("dq", "dk", "dv"), found, strict=True))
+    within = torch.zeros(rows, keys, dtype=torch.bool, device=device)
+    q0 = k0 = 0
+    for m, n in zip(lengths, (90, 5, 131, 30), strict=True):
+        within[q0 : q0 + m, k0 : k0 + n] = dense_mask(m, n, True, (-1, -1), device)
+        q0, k0 = q0 + m, k0 + n
+    want = []
+    for dtype in (torch.float64, torch.bfloat16):
+        q, k, v = (x.detach().to(dtype)[None].requires_grad_() for x in leaves)
+        out, lse = flash_ext.reference.attention(q, k, v, bias=shown & within)
+        dlse = inputs.dlse.to(lse.dtype)[None]
+        found = torch.autograd.grad((out, lse), (q, k, v), (inputs.dout.to(dtype)[None], dlse))
+        values = (out, lse, *found)
+        want.append({n: x.detach()[0] for n, x in zip(actual, values, strict=True)})
+    expected = type(expected_results(Problem(1, 2, 2), make_inputs(Problem(1, 2, 2), "cpu")))(*want)
+    assert_accurate({n: x.detach() for n, x in actual.items()}, expected, torch.bfloat16)
+
+
+def test_what_is_derived_is_kept_until_a_write(device: str) -> None:
+    mask = MAKERS["intervals"](device)
+    folded = mask.folded(True, (-1, -1))
+    assert mask.folded(True, (-1, -1)) is folded and mask.folded(False, (-1, -1)) is mask
+    assert mask.to_dense() is mask.to_dense() and mask.folded(True, (5, -1)) is not folded
+    mask.words.copy_(Mask.sinks(9, (70, 3), 300, device=device).words)
+    assert mask.folded(True, (-1, -1)) is not folded
+    offsets = torch.tensor([0, 100, 300], dtype=torch.int32, device=device)
+    within = mask.within((offsets, offsets), True, (-1, -1))
+    assert mask.within((offsets, offsets), True, (-1, -1)) is within
+    assert mask.within((offsets, offsets.clone()), True, (-1, -1)) is not within
+    offsets[1] = 150
+    again = mask.within((offsets, offsets), True, (-1, -1))
+    assert again is not within and not torch.equal(again.to_dense(), within.to_dense())
+    other = Mask.sinks(2, (7, 3), 300, device=device)
+    mask.copy_(other)
+    assert torch.equal(mask.to_dense(), other.to_dense())
+
+
+def test_the_mask_of_a_bias_is_kept_until_a_write(device: str) -> None:
+    bias = torch.rand(2, 1, 200, 300, device=device) < 0.5
+    mask = Mask.of_bias(bias, 200, 300)
+    assert Mask.of_bias(bias, 200, 300) is mask and torch.equal(mask.to_dense(), bias)
+    causal = Mask.of_bias(bias, 200, 300, (-1, 0)).to_dense()
+    assert torch.equal(causal, bias & dense_mask(200, 300, True, (-1, -1), device))
+    bias[0] = True
+    assert torch.equal(Mask.of_bias(bias, 200, 300).to_dense(), bias)
+    count = len(Mask.of_bias.__globals__["_of_biases"])
+    del bias
+    assert len(Mask.of_bias.__globals__["_of_biases"]) == count - 1
+    with torch.inference_mode():
+        bias = torch.rand(1, 1, 5, 6, device=device) < 0.5
+        assert torch.equal(Mask.of_bias(bias, 5, 6).to_dense(), bias)
+
+
+def test_a_mask_made_in_inference_mode_serves_training(device: str) -> None:
+    mask = MAKERS["intervals"](device)
+    with torch.inference_mode():
+        flash_ext.attention(*qkv(device, grad=False), mask=mask, causal=True)
+    tensors = qkv(device)
+    grads(flash_ext.attention(*tensors, mask=mask, causal=True), tensors)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pattern", ("bhqk", "b11k", "11qk"))
+@pytest.mark.parametrize("causal", (False, True))
+def test_a_large_bool_bias_is_a_mask(causal: bool, pattern: str) -> None:
+    problem = Problem(2, 700, 600, 4, 2, 64, bias=pattern, bias_type="bool", causal=causal)
+    inputs = make_inputs(problem, "cuda")
+    for _ in range(2):  # converted, and kept
+        actual = results(problem, inputs, bias=inputs.bias)
+        assert_accurate(actual, expected_results(problem, inputs), problem.dtype)
+    given: dict[str, Any] = {"bias": inputs.bias}
+    found = masked.with_bool_bias(inputs.q, inputs.k, inputs.v, inputs.bias, given)
+    assert ("mask_words" in found) == (torch.cuda.get_device_capability()[0] == 9)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("causal", (False, True))
+def test_compiled(causal: bool, name: str, device: str) -> None:
+    """Without a graph break, and without a new graph for other contents."""
+    backend = "inductor" if device == "cuda" else "aot_eager"
+
+    def model(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+        out = flash_ext.attention(q, k, v, mask=mask, causal=causal)
+        return out + flash_ext.attention(out, k, v, mask=mask, causal=causal)
+
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    tensors, mask = qkv(device), MAKERS[name](device)
+    for step in range(2):
+        if step:
+            for rows in (mask.kv_tiles, mask.q_tiles):
+                rows[..., :3] = 0
+        want = grads(model(*tensors, mask), tensors)
+        with torch._dynamo.config.patch(error_on_recompile=step > 0):
+            got = grads(compiled(*tensors, mask), tensors)
+        for x, y in zip(got.values(), want.values(), strict=True):
+            torch.testing.assert_close(x, y, atol=2e-2, rtol=2e-2)
+
+
+def test_a_mask_is_made_within_a_graph() -> None:
+    def model(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+        mask = Mask.documents(ids, causal=True)
+        return flash_ext.attention(q, k, v, mask=mask & Mask.sinks(2, (50, 9), 300))
+
+    tensors, ids = qkv("cpu"), torch.arange(300) // 70
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*tensors, ids), model(*tensors, ids))
+
+
+@pytest.mark.parametrize("reentrant", (False, True))
+def test_checkpointed(reentrant: bool, device: str) -> None:
+    tensors, mask = qkv(device), MAKERS["blocks"](device)
+
+    def layer(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+        return flash_ext.attention(q, k, v, mask=mask, causal=True, deterministic=True)
+
+    want = grads(layer(*tensors, mask), tensors)
+    got = (
+        grads(checkpoint(layer, *tensors, mask, use_reentrant=reentrant), tensors)
+        if not reentrant
+        else None
+    )
+    if got is None:
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        out = checkpoint(layer, *leaves, mask, use_reentrant=True)
+        torch.manual_seed(4)
+        out.backward(torch.randn_like(out))
+        got = {"out": out.detach()} | {
+            n: x.grad for n, x in zip(("dq", "dk", "dv"), leaves, strict=True)
+        }
+    assert_all_bitwise_equal(got, want)
+
+
+def test_as_a_pytree_and_on_another_device(device: str) -> None:
+    from torch.utils import _pytree
+
+    mask = MAKERS["blocks"](device)
+    leaves, spec = _pytree.tree_flatten({"mask": mask})
+    assert [x is y for x, y in zip(leaves, mask.options().values(), strict=True)] == [True] * 3
+    again = _pytree.tree_unflatten(leaves, spec)["mask"]
+    assert repr(again) == repr(mask) and again.listed
+    assert torch.equal(mask.to("cpu").to_dense(), mask.to_dense().cpu())
+    assert mask.to("cpu").device.type == "cpu"
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_opcheck(name: str, device: str) -> None:
+    q, k, v = qkv(device, batch=1)
+    torch.library.opcheck(
+        torch.ops.flash_ext.fwd.default, (q, k, v), MAKERS[name](device).options()
+    )
+
+
+@pytest.mark.gpu
+@every_variant
+@pytest.mark.parametrize("causal", (False, True))
+def test_cuda_graphs_with_changing_lists(causal: bool, variant: str) -> None:
+    """Forward and backward; the mask with causal is made in the graph."""
+    tensors, others = (
+        qkv("cuda"),
+        [MAKERS["intervals"]("cuda"), Mask.sinks(200, (3, 0), 300, device="cuda")],
+    )
+    mask = Mask.sinks(5, (70, 3), 300, device="cuda")
+    dout = torch.randn_like(tensors[0])
+
+    def step() -> list[Tensor]:
+        options: dict[str, Any] = {"causal": causal, "variant": variant, "deterministic": True}
+        out = flash_ext.attention(*tensors, mask=mask, **options)
+        return [out, *torch.autograd.grad(out, tensors, dout)]
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    for other in others:
+        mask.copy_(other)
+        graph.replay()
+        for x, y in zip(found, step(), strict=True):
+            assert torch.equal(x, y)
+
+
+@pytest.mark.gpu
+def test_nothing_waits_for_the_gpu() -> None:
+    tensors = qkv("cuda")
+    offsets = torch.tensor([0, 100, 300], dtype=torch.int32, device="cuda")
+    flat = [x.flatten(0, 1)[:300] for x in tensors]
+    shown = torch.ones(300, 300, dtype=torch.bool, device="cuda")
+    parents = torch.tensor([-1, 0, 1], device="cuda")
+    index = torch.zeros(1, 1, 3, 2, dtype=torch.int64, device="cuda")
+    count = torch.ones(1, 1, 3, dtype=torch.int64, device="cuda")
+    block_mask = create_block_mask(lambda b, h, i, j: i >= j, 1, 1, 300, 300, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        masks = [
+            *(Mask.dense(shown), Mask.documents(cu_seqlens=offsets, seqlen=300, causal=True)),
+            *(Mask.prefix(9, 300, device="cuda"), Mask.sinks(5, (9, 0), 300, device="cuda")),
+            *(
+                Mask.blocks(index, count, 300, 300),
+                Mask.blocks(
+                    index.repeat(1, 1, 2, 1)[:, :, :5],
+                    count.repeat(1, 1, 2)[:, :, :5],
+                    300,
+                    300,
+                    block=64,
+                ),
+            ),
+            Mask.from_block_mask(block_mask),
+        ]
+        Mask.tree(parents, 5)
+        for mask in masks:
+            for other in (mask & masks[1], mask | masks[2], ~mask):
+                out = flash_ext.attention(*tensors, mask=other, causal=True)
+                torch.autograd.grad(out, tensors, torch.ones_like(out))
+            flash_ext.attention_varlen(*flat, offsets, offsets, mask=mask, causal=True)
+            mask.density(), mask.to_dense(), repr(mask)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_memory_of_documents_is_linear() -> None:
+    """128k tokens, of which a dense mask would have 16 GiB."""
+    ids = torch.arange(1 << 17, device="cuda") // 1000
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    mask = Mask.documents(ids, causal=True, window=(700, -1), prefix=20).folded(True, (800, -1))
+    assert mask.per_query == 2 and torch.cuda.max_memory_allocated() - before < 64 << 20
+
+
+# --- flex_attention ---
+
+
+@pytest.mark.parametrize("grouped", (False, True))
+def test_flex_attention(grouped: bool, device: str) -> None:
+    """As torch's own, forward and gradients."""
+    torch.manual_seed(6)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    heads = 2 if grouped else 4
+    q, k, v = (
+        torch.randn(2, n, 300, 64, device=device, dtype=dtype, requires_grad=True)
+        for n in (4, heads, heads)
+    )
+    document = torch.arange(300, device=device) // 77
+    found = create_block_mask(
+        lambda b, h, i, j: (i >= j + h) & (document[i] == document[j]),
+        2,
+        4,
+        300,
+        300,
+        device=device,
+    )
+    options: dict[str, Any] = {"block_mask": found, "scale": 0.2, "enable_gqa": grouped}
+    constants = (x.detach() for x in (q, k, v))
+    want, lse = flex_attention(*constants, return_lse=True, **options)
+    got, got_lse = flash_ext.flex_attention(q, k, v, return_lse=True, **options)
+    assert got.shape == want.shape and got_lse.shape == lse.shape
+    close = {"atol": 1e-4, "rtol": 1e-4} if device == "cpu" else {"atol": 2e-2, "rtol": 2e-2}
+    torch.testing.assert_close(got, want, **close)
+    torch.testing.assert_close(got_lse, lse.float(), **close)
+    dense = Mask.from_block_mask(found).to_dense()
+    want = torch.nn.functional.scaled_dot_product_attention(
+        *(q, k, v, dense), scale=0.2, enable_gqa=grouped
+    )
+    want = want.where(dense.any(-1, keepdim=True), 0)
+    dout = torch.randn_like(want)
+    pairs = (torch.autograd.grad(x, (q, k, v), dout) for x in (got, want))
+    for x, y in zip(*pairs, strict=True):
+        torch.testing.assert_close(x, y, **close)
+    kept = flash_ext.flex._masks[found]
+    assert torch.equal(flash_ext.flex_attention(q, k, v, **options), got)
+    assert flash_ext.flex._masks[found] is kept
+
+
+def test_flex_attention_without_a_mask_and_with_ours() -> None:
+    q, k, v = torch.randn(3, 1, 2, 50, 16)
+    torch.testing.assert_close(flash_ext.flex_attention(q, k, v), flex_attention(q, k, v))
+    out = flash_ext.flex_attention(q, k, v, block_mask=Mask.prefix(0, 50))
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(out, want)
+    with pytest.raises(ValueError, match="score_mod must be None.*softcap, alibi_slopes and bias"):
+        flash_ext.flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s)
+    with pytest.raises(ValueError, match="enable_gqa must be True"):
+        flash_ext.flex_attention(q, k[:, :1], v[:, :1])
+
+
+# --- explain, and errors ---
+
+
+def test_explain_says_how_kernels_get_the_mask(device: str) -> None:
+    tensors, mask = qkv(device), MAKERS["intervals"](device)
+    found = flash_ext.explain(*tensors, mask=mask, causal=True)
+    hopper = device == "cuda" and torch.cuda.get_device_capability()[0] == 9
+    assert found.mask == ("lists of blocks" if hopper or device == "cpu" else "a bool bias")
+    assert found.variant == ("fa3" if hopper else "fa2") and found.mask in str(found)
+    assert flash_ext.explain(*tensors).mask is None
+    offsets = torch.tensor([0, 300], dtype=torch.int32, device=device)
+    flat = [x[0] for x in tensors]
+    assert flash_ext.explain(*flat, offsets, offsets, mask=mask).mask == found.mask
+    if device == "cuda":
+        assert flash_ext.explain(*tensors, mask=mask, variant="fa2").mask == "a bool bias"
+        assert found.reasons["fa1"] is None
+
+
+def test_errors(device: str) -> None:
+    q, k, v = qkv(device, grad=False)
+    mask = MAKERS["intervals"](device)
+
+    def refused(match: str, *tensors: Tensor, **options: Any) -> None:
+        with pytest.raises(ValueError, match=match):
+            flash_ext.attention(*(tensors or (q, k, v)), **options)
+        with pytest.raises(ValueError, match=match):
+            flash_ext.explain(*(tensors or (q, k, v)), **options)
+
+    refused("mask must be a flash_ext.Mask .*got a value of type Tensor", mask=mask.to_dense())
+    refused(r"mask must be of shape .*\(2, 4, 200, 300\)", q[:, :200], k, v, mask=mask)
+    refused("mask must be of shape", q, k[:, :200], v[:, :200], mask=mask)
+    refused("mask must be of shape", mask=Mask.dense(mask.to_dense().expand(3, 1, -1, -1)))
+    refused("mask must be of shape", mask=Mask.dense(mask.to_dense().expand(1, 2, -1, -1)))
+    if device == "cuda":
+        refused("mask must be on q's device", mask=mask.to("cpu"))
+    offsets = torch.tensor([0, 300], dtype=torch.int32, device=device)
+    flat = [x[0] for x in (q, k, v)]
+    for name, x in (("alibi_slopes", torch.ones(4, device=device)), ("dropout_p", 0.5)):
+        with pytest.raises(ValueError, match=f"{name} must be left out with a mask"):
+            flash_ext.attention_varlen(*flat, offsets, offsets, mask=mask, **{name: x})
+    with pytest.raises(ValueError, match="cu_seqlens_k must be int32"):
+        flash_ext.attention_varlen(*flat, offsets, offsets.long(), mask=mask)
+    with pytest.raises(ValueError, match="has no mask"):
+        flash_ext.fp8.attention(q, k, v, mask=mask)
+    with pytest.raises(ValueError, match="mask must be None here"):
+        flash_ext.functional.attention_options(q, mask=mask)
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: Mask.dense(torch.ones(3, 3)), "visible must be bool"),
+        (lambda: Mask.dense(torch.ones(3, 3) > 0, seqlen_k=5), r"visible must be 1 or \(3, 5\)"),
+        (lambda: Mask.intervals(torch.zeros(3), torch.ones(3), 5), "begin must be integers"),
+        (lambda: Mask.intervals(torch.zeros(3).int(), torch.ones(4).int(), 5), "end must be like"),
+        (lambda: Mask.intervals(*torch.zeros(2, 5, 3).int(), 5), "begin must be .*1 or 2"),
+        (lambda: Mask.documents(), "ids or cu_seqlens must be given"),
+        (lambda: Mask.documents(torch.zeros(5)), "ids must be integers"),
+        (lambda: Mask.documents(cu_seqlens=torch.zeros(2).int()), "seqlen must be given"),
+        (lambda: Mask.sinks(3, 5, 9), "window must be a pair"),
+        (lambda: Mask.blocks(*[torch.zeros(1, 1, 3, 3).int()] * 2, 300, 300), "count must be"),
+        (lambda: Mask.blocks(*[torch.zeros(1, 1, 2, 3).int()] * 2, 300, 300), "index must be"),
+        (lambda: Mask.blocks(*[torch.zeros(1).int()] * 2, 3, 3, block=32), "block must be 128 or"),
+        (lambda: Mask.tree(torch.zeros(3), 4), "parents must be integers"),
+        (lambda: Mask.tree(torch.zeros(3).int(), torch.ones(1).int()), "seqlen_k must be given"),
+        (lambda: Mask.from_block_mask(3), "block_mask must be a BlockMask"),
+        (lambda: Mask.prefix(1, 4) & Mask.prefix(1, 5), "the other mask must be like Mask"),
+        (lambda: Mask.prefix(1, 4) | 3, "the other mask must be a Mask"),
+        (
+            lambda: Mask.prefix(1, 4).copy_(Mask.prefix(1, 400)),
+            "the other mask must be of the same",
+        ),
+    ],
+)
+def test_errors_of_constructors(make: Any, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        make()
