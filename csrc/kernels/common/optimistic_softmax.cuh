@@ -29,7 +29,9 @@ struct RowRescaling {
     }
 };
 
-template <class Element, int kCols>
+// kRowsAlone: as said above. Otherwise a retry finds the maximum of all rows of the warp, which
+// takes a register less.
+template <class Element, int kCols, bool kRowsAlone>
 struct OptimisticSoftmax : OnlineSoftmax<16> {
     // Then no P exceeds it, and fp16 holds it.
     static constexpr float kLimit = 4096.f;
@@ -44,10 +46,11 @@ struct OptimisticSoftmax : OnlineSoftmax<16> {
     FLASH_DEVICE Rescaling step(RegisterTile<16, kCols>& s, RegisterOperand<kCols>& p, Scale scale,
                                 bool fresh) {
         Rescaling rescaling;
-        float sum[2] = {INFINITY, INFINITY};
+        float sum[2];
+        bool raises[2] = {true, true};
         for (bool proven = false;; proven = true) {
             if (fresh || proven) [[unlikely]]
-                rescaling = advance(s, sum, scale);
+                rescaling = advance(s, raises, scale);
             exponentiate(s, p, sum, scale);
             if (fresh || proven) {
 #pragma unroll
@@ -57,6 +60,8 @@ struct OptimisticSoftmax : OnlineSoftmax<16> {
             const bool doubtful = exceeds(sum[0]) || exceeds(sum[1]);
             if (!__any_sync(0xffffffff, doubtful)) [[likely]]
                 break;
+#pragma unroll
+            for (int i = 0; i < 2; ++i) raises[i] = !kRowsAlone || any_of_row(exceeds(sum[i]));
         }
         row_sum[0][0] += sum[0];
         row_sum[0][1] += sum[1];
@@ -66,17 +71,21 @@ struct OptimisticSoftmax : OnlineSoftmax<16> {
  private:
     static FLASH_DEVICE bool exceeds(float sum) { return !(sum <= kLimit); }
 
-    // Updates row_max and row_sum to the maximum of the scores, in rows of which a lane's sum with
-    // the stale m exceeds the limit.
+    // Is this so in any lane of the row?
+    static FLASH_DEVICE bool any_of_row(bool x) {
+        return (__ballot_sync(0xffffffff, x) >> (lane_id() & ~3) & 0xf) != 0;
+    }
+
+    // Updates row_max and row_sum to the maximum of the scores, in rows that it `raises`.
     template <class Scale>
-    FLASH_DEVICE Rescaling advance(RegisterTile<16, kCols>& s, const float (&sum)[2], Scale scale) {
+    FLASH_DEVICE Rescaling advance(RegisterTile<16, kCols>& s, const bool (&raises)[2],
+                                   Scale scale) {
         Rescaling rescaling;
         rescaling.needed = true;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const uint32_t lanes = __ballot_sync(0xffffffff, exceeds(sum[i])) >> (lane_id() & ~3);
             const float max = s.row_max(0, i);
-            rescaling.factor[i] = raise_max((lanes & 0xf) != 0 ? max : -INFINITY, 0, i, scale);
+            rescaling.factor[i] = raise_max(raises[i] ? max : -INFINITY, 0, i, scale);
             subtracted[i] = subtrahend(row_max[0][i]);
             center_large(s, 0, i, row_max[0][i], scale);
         }

@@ -89,7 +89,8 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
     static constexpr int kProducerRegisters = kConsumers > 2 ? 32 : 40;
     static constexpr int kConsumerRegisters = Tiles::consumer_registers(kProducerRegisters);
     using Scores = RegisterTile<16, kBlockKV>;
-    using Softmax = OptimisticSoftmax<Element, kBlockKV>;
+    // Kernels with options that visit elements are not batch-invariant, and lack the register.
+    using Softmax = OptimisticSoftmax<Element, kBlockKV, !visits_elements(kOptions)>;
     using Probabilities = typename Softmax::Probabilities;
     // What a consumer carries from one iteration to the next. The matrices are only referenced: as
     // members they would make the compiler treat the whole object as an array in most passes.
