@@ -270,8 +270,8 @@ REDUNDANT = {
 @pytest.mark.parametrize(
     "name",
     (
-        *("forward 64, small Q", "forward_fp8 64", "backward 64", "backward_dkdv 256, stores dS"),
-        *("bias_gradient 64", "bias_gradient 64, small tiles"),
+        *("forward 64, small Q", "forward 64, pages", "forward_fp8 64", "backward 64"),
+        *("backward_dkdv 256, stores dS", "bias_gradient 64", "bias_gradient 64, small tiles"),
     ),
 )
 def test_planted_faults_are_found(name: str) -> None:
