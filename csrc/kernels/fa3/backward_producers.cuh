@@ -275,16 +275,17 @@ struct Fa3BackwardProducers : Fa3Cta<MayHaveBias<Fa3BackwardParams, kOptions>, K
                 dq_pipeline(unreleased).consumer_release({});
                 unreleased = -1;
             };
-            for_each_q_tile(tile, [&](int head, int row_group, int first_row, bool, int) {
-                int before = 0;
-                if constexpr (kMask) {
-                    if (params.deterministic)
-                        before = blocks_before(runs_of_q_block(params, tile.sequence.batch, head,
-                                                               first_row / kMaskBlock),
-                                               tile.first_key / kMaskBlock);
-                } else {
-                    before = tiles_before(tile, first_row);
+            const auto add_nothing = [&] {
+                for (int i = 0; i < kConsumers; ++i) {
+                    release();
+                    dq_pipeline(i).consumer_wait(c);
+                    unreleased = i;
                 }
+                c.advance();
+            };
+            for_each_q_tile(tile, [&](int head, int row_group, int first_row, bool, int) {
+                const int before = tiles_before(tile, head, first_row);
+                if (kMask && before < 0) return add_nothing();
                 const bool stores = before == 0 && !params.dq_accum_zeroed;
                 const int awaited =
                     params.deterministic ? before : !params.dq_accum_zeroed && before > 0;
@@ -316,8 +317,18 @@ struct Fa3BackwardProducers : Fa3Cta<MayHaveBias<Fa3BackwardParams, kOptions>, K
         return params.dq_semaphore + 1 + ptx::not_hoisted(row_group);
     }
 
-    // The KV tiles that a Q tile sees before this one.
-    FLASH_DEVICE int tiles_before(const KeyTile& tile, int first_row) const {
+    // The KV tiles that a Q tile sees before this one. With a mask of tiles only if they add in
+    // order; negative if none of the Q tile's queries exists or sees the KV tile: dQ is 0, and the
+    // lists of KV tiles may have more than those of Q tiles.
+    FLASH_DEVICE int tiles_before(const KeyTile& tile, int head, int first_row) const {
+        if constexpr (kMask) {
+            if (!params.deterministic) return 0;
+            if (first_row >= tile.sequence.seqlen_q) return -1;
+            const BlockRuns runs =
+                runs_of_q_block(params, tile.sequence.batch, head, first_row / kMaskBlock);
+            const int block = tile.first_key / kMaskBlock;
+            return kind_of(runs, block) == BlockKind::kHidden ? -1 : blocks_before(runs, block);
+        }
         return VisibleTiles::of_queries<false>(mask_of(params, tile.sequence),
                                                {first_row, first_row + kBlockQ}, kBlockKV)
             .count_before(tile.first_key / kBlockKV);
