@@ -92,7 +92,7 @@ def load_host_side() -> None:
     """Gives the host's side of the CUDA kernels, node.cpp, sdpa.cpp and accept*.h, to the CPU's."""
     import torch
 
-    from flash_ext.cpu.refusals import OF_APPEND
+    from flash_ext.cpu.refusals import MASK_CHECKS, OF_APPEND
     from flash_ext.ops.options import schema_options
 
     home = Path(torch.__file__).parent
@@ -119,5 +119,7 @@ def load_host_side() -> None:
         f"refused_bwd(Tensor dout, Tensor? dlse, {inputs}, {results}, {schema_options()}) -> str"
     )
     schemas.define(f"refused_append_kv({OF_APPEND}) -> str")
+    for signature in MASK_CHECKS:
+        schemas.define(f"refused_{signature}) -> str")
     load_host_side.schemas = schemas  # type: ignore[attr-defined]  # they last as long as it does
     torch.ops.load_library(library)

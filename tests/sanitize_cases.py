@@ -151,6 +151,21 @@ def combine() -> None:
     torch.cuda.synchronize()
 
 
+def make_masks() -> None:
+    """Masks of blocks, of rows that end anywhere."""
+    for queries, keys in ((1, 1), (130, 256), (257, 401), (40, 5003)):
+        dense = torch.rand(1, 2, queries, keys) < 0.5
+        dense[..., : keys // 256 * 128] = True
+        intervals = torch.randint(-9, keys + 9, (1, 2, queries, 4), dtype=torch.int32)
+        kinds = torch.randint(3, (1, 2, -(-queries // 128), -(-keys // 128)), dtype=torch.uint8)
+        for mask in (dense, dense[..., 1:], dense[..., ::2], dense.mT):
+            torch.ops.flash_ext.mask_from_dense(to_device(mask))
+        torch.ops.flash_ext.mask_from_intervals(to_device(intervals), keys)
+        torch.ops.flash_ext.mask_from_blocks(to_device(kinds), to_device(intervals[:, :1]))
+        torch.ops.flash_ext.mask_from_kinds(to_device(kinds))
+    torch.cuda.synchronize()
+
+
 def append() -> None:
     """New keys into caches: pages and dense, packed and not, rotated, with places outside."""
     for dim, half, dtype in ((64, 16, torch.bfloat16), (40, 10, torch.float16), (32, 0, FP8)):
@@ -226,6 +241,7 @@ if __name__ == "__main__":
             quantize_all()
         combine()
         append()
+        make_masks()
         if "memcheck" in sys.argv:
             for case in wild_offsets():
                 run(*case)

@@ -4,34 +4,13 @@
 #include <cstdint>
 #include <tuple>
 
+#include "api/accept_mask.h"
 #include "api/boxing.h"
 #include "api/check.h"
 #include "plan/launchers.h"
 
 namespace flash_ext {
 namespace {
-
-// The sizes of a mask: of matrices, and of each.
-struct MaskSizes {
-    int64_t batch, heads, seqlen_q, seqlen_k;
-
-    int64_t matrices() const { return batch * heads; }
-    int64_t q_blocks() const { return ceil_div<int64_t>(seqlen_q, kMaskBlock); }
-    int64_t kv_blocks() const { return ceil_div<int64_t>(seqlen_k, kMaskBlock); }
-
-    // Blocks have 16-bit numbers, and CTAs 32-bit ones.
-    bool accepted() const {
-        constexpr int64_t kMost = int64_t{1} << 31;
-        const int64_t q = q_blocks(), kv = kv_blocks();
-        return seqlen_k >= 0 && std::max(q, kv) <= kMostMaskBlocks && batch < kMost &&
-               heads < kMost && matrices() < kMost && matrices() * std::max(q * kv, q + kv) < kMost;
-    }
-};
-
-// Masks, intervals and kinds have four dimensions, in any strides.
-bool is_input(const Tensor& x, ScalarType dtype) {
-    return x.scalar_type() == dtype && x.dim() == 4 && is_here(x.device());
-}
 
 template <class T>
 MaskInput<T> input_of(const Tensor& x) {
@@ -95,9 +74,9 @@ struct NewMask {
 };
 
 std::tuple<Tensor, Tensor, Tensor> mask_from_dense(const Tensor& mask) {
-    MaskSizes sizes{};
-    if (mask.dim() == 4) sizes = {mask.size(0), mask.size(1), mask.size(2), mask.size(3)};
-    if (!is_input(mask, ScalarType::Bool) || !sizes.accepted()) refuse("mask_from_dense", mask);
+    const auto accepted = accept_mask_from_dense(mask);
+    if (!accepted) refuse("mask_from_dense", mask);
+    const MaskSizes& sizes = *accepted;
     const int64_t q_blocks = sizes.q_blocks(), kv_blocks = sizes.kv_blocks();
     NewMask made(mask, sizes, kv_blocks, q_blocks);
     made.set_words(mask, {sizes.batch, sizes.heads, q_blocks, kv_blocks, kMaskBlock, kMaskWords});
@@ -110,40 +89,26 @@ std::tuple<Tensor, Tensor, Tensor> mask_from_dense(const Tensor& mask) {
 }
 
 std::tuple<Tensor, Tensor, Tensor> mask_from_intervals(const Tensor& intervals, int64_t seqlen_k) {
-    MaskSizes sizes{};
-    if (intervals.dim() == 4)
-        sizes = {intervals.size(0), intervals.size(1), intervals.size(2), seqlen_k};
-    if (!is_input(intervals, ScalarType::Int) || intervals.size(3) != 4 || seqlen_k < 0 ||
-        !sizes.accepted())
-        refuse("mask_from_intervals", intervals, seqlen_k);
-    NewMask made(intervals, sizes, kIntervalRunsOfQueries, kIntervalRunsOfKeys);
+    const auto sizes = accept_mask_from_intervals(intervals, seqlen_k);
+    if (!sizes) refuse("mask_from_intervals", intervals, seqlen_k);
+    NewMask made(intervals, *sizes, kIntervalRunsOfQueries, kIntervalRunsOfKeys);
     const Tensor hulls = made.set_intervals(intervals);
     return made.make();
 }
 
 std::tuple<Tensor, Tensor, Tensor> mask_from_blocks(const Tensor& kinds, const Tensor& intervals) {
-    MaskSizes sizes{};
-    if (kinds.dim() == 4 && intervals.dim() == 4)
-        sizes = {kinds.size(0), kinds.size(1), intervals.size(2), kinds.size(3) * kMaskBlock};
-    if (!is_input(kinds, ScalarType::Byte) || !is_input(intervals, ScalarType::Int) ||
-        intervals.device() != kinds.device() || intervals.size(3) != 4 || !sizes.accepted() ||
-        kinds.size(2) != sizes.q_blocks() ||
-        (intervals.size(0) != 1 && intervals.size(0) != sizes.batch) ||
-        (intervals.size(1) != 1 && intervals.size(1) != sizes.heads))
-        refuse("mask_from_blocks", kinds, intervals);
-    NewMask made(kinds, sizes, sizes.kv_blocks(), sizes.q_blocks());
+    const auto sizes = accept_mask_from_blocks(kinds, intervals);
+    if (!sizes) refuse("mask_from_blocks", kinds, intervals);
+    NewMask made(kinds, *sizes, sizes->kv_blocks(), sizes->q_blocks());
     const Tensor hulls = made.set_intervals(intervals);
     made.params.kinds = input_of<uint8_t>(kinds);
     return made.make();
 }
 
 std::tuple<Tensor, Tensor> mask_from_kinds(const Tensor& kinds) {
-    MaskSizes sizes{};
-    if (kinds.dim() == 4)
-        sizes = {kinds.size(0), kinds.size(1), kinds.size(2) * kMaskBlock,
-                 kinds.size(3) * kMaskBlock};
-    if (!is_input(kinds, ScalarType::Byte) || !sizes.accepted()) refuse("mask_from_kinds", kinds);
-    NewMask made(kinds, sizes, sizes.kv_blocks(), sizes.q_blocks());
+    const auto sizes = accept_mask_from_kinds(kinds);
+    if (!sizes) refuse("mask_from_kinds", kinds);
+    NewMask made(kinds, *sizes, sizes->kv_blocks(), sizes->q_blocks());
     made.params.kinds = input_of<uint8_t>(kinds);
     const auto [kv_tiles, q_tiles, none] = made.make();
     return {kv_tiles, q_tiles};

@@ -76,6 +76,11 @@ def check_mask_from_blocks(kinds: Tensor, intervals: Tensor) -> None:
         refuse("intervals", wanted, f"{intervals.shape[2]} queries")
 
 
+def _exists(rows: int, seqlen_q: int, device: torch.device) -> Tensor:
+    """Whether each row of the blocks is a query, (nQ, 128)."""
+    return (torch.arange(rows, device=device) < seqlen_q).view(-1, MASK_BLOCK)
+
+
 # --- Lists of kinds ---
 
 
@@ -83,8 +88,8 @@ def rows_of_runs(kinds: Tensor) -> Tensor:
     """Kinds (…, blocks) as rows of runs (…, R), of neighbors as one run."""
     blocks = kinds.shape[-1]
     capacity = capacity_of(blocks)
-    rows = torch.zeros((*kinds.shape[:-1], HEADER + capacity + 1), dtype=torch.int64)
-    position = torch.arange(blocks)
+    rows = kinds.new_zeros((*kinds.shape[:-1], HEADER + capacity + 1), dtype=torch.int64)
+    position = torch.arange(blocks, device=kinds.device)
     runs = rows.new_zeros((*kinds.shape[:-1], 1))
     for which, kind in enumerate((FULL, PARTIAL)):
         found = kinds == kind
@@ -108,10 +113,10 @@ def _lists(kinds: Tensor) -> tuple[Tensor, Tensor]:
 def _rows_of_ranges(ranges: list[tuple[Tensor, Tensor, int]], capacity: int) -> Tensor:
     """Rows of runs (…, R) of ranges of blocks (begin, end, kind), empty ones left out."""
     begin, end = (torch.stack(x, -1) for x in list(zip(*ranges, strict=True))[:2])
-    kind = torch.tensor([x[2] for x in ranges])
+    kind = torch.tensor([x[2] for x in ranges], device=begin.device)
     count = (end - begin).clamp(min=0)
     found = count > 0
-    rows = torch.zeros((*begin.shape[:-1], HEADER + capacity + 1), dtype=torch.int64)
+    rows = begin.new_zeros((*begin.shape[:-1], HEADER + capacity + 1), dtype=torch.int64)
     index = torch.where(found, HEADER + found.cumsum(-1) - 1, HEADER + capacity)
     rows.scatter_(-1, index, begin | count << 16)
     rows[..., 0] = (count * (kind == FULL)).sum(-1)
@@ -170,7 +175,7 @@ def _hulls(words: Tensor, seqlen_q: int) -> tuple[tuple[_Range, _Range], tuple[_
     the others every query sees all.
     """
     x = words.unflatten(2, (-1, MASK_BLOCK)).long()
-    exists = (torch.arange(words.shape[2]) < seqlen_q).view(-1, MASK_BLOCK)
+    exists = _exists(words.shape[2], seqlen_q, words.device)
     seen, full = [], []
     most = MASK_BLOCK * MOST_MASK_BLOCKS
     for begin, end in ((x[..., 0], x[..., 1]), (x[..., 2], x[..., 3])):
@@ -197,7 +202,7 @@ def _rows_of_hulls(seen: tuple[_Range, _Range], full: tuple[_Range, _Range]) -> 
 
 def _kinds(seen: tuple[_Range, _Range], full: tuple[_Range, _Range], blocks_k: int) -> Tensor:
     """(Bm, Hm, nQ, nK)."""
-    block = torch.arange(blocks_k)
+    block = torch.arange(blocks_k, device=seen[0][0].device)
 
     def has(ranges: tuple[_Range, _Range]) -> Tensor:
         (b0, e0), (b1, e1) = (tuple(x.unsqueeze(-1) for x in y) for y in ranges)
@@ -214,8 +219,8 @@ def _rows_of_columns(kinds: Tensor) -> Tensor:
     blocks = kinds.shape[-1]
     capacity = capacity_of(INTERVAL_RUNS[1])
     if blocks == 0:
-        return torch.zeros((*kinds.shape[:-1], HEADER + capacity), dtype=torch.int32)
-    position = torch.arange(blocks)
+        return kinds.new_zeros((*kinds.shape[:-1], HEADER + capacity), dtype=torch.int32)
+    position = torch.arange(blocks, device=kinds.device)
     seen, full = kinds != 0, kinds == FULL
     begin = torch.where(seen, position, blocks).amin(-1)
     end = torch.where(seen, position + 1, 0).amax(-1)
@@ -238,7 +243,7 @@ def _mask_from_dense_cpu(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     padding = (0, -seqlen_k % MASK_BLOCK, 0, -seqlen_q % MASK_BLOCK)
     blocks = F.pad(mask, padding).unflatten(3, (-1, MASK_BLOCK)).unflatten(2, (-1, MASK_BLOCK))
     blocks = blocks.transpose(3, 4)  # (Bm, Hm, nQ, nK, 128, 128)
-    exists = (torch.arange(blocks.shape[2] * MASK_BLOCK) < seqlen_q).view(-1, 1, MASK_BLOCK, 1)
+    exists = _exists(blocks.shape[2] * MASK_BLOCK, seqlen_q, mask.device)[:, None, :, None]
     some = blocks.flatten(-2).any(-1)
     full = (blocks | ~exists).flatten(-2).all(-1) & some
     kinds = (some.to(torch.uint8) * PARTIAL).masked_fill(full, FULL)

@@ -76,6 +76,14 @@ OF_APPEND = (
 )
 """The arguments of `append_kv`."""
 
+MASK_CHECKS: dict[str, Callable[..., object]] = {
+    "mask_from_dense(Tensor mask": check_mask_from_dense,
+    "mask_from_intervals(Tensor intervals, SymInt seqlen_k": check_mask_from_intervals,
+    "mask_from_blocks(Tensor kinds, Tensor intervals": check_mask_from_blocks,
+    "mask_from_kinds(Tensor kinds": check_mask_from_kinds,
+}
+"""Of the ops that make masks."""
+
 _CHECKS: dict[str, Callable[..., object]] = {
     f"fwd(Tensor q, Tensor k, Tensor v, {schema_options()}, bool reads=False": _check_fwd,
     f"bwd({_BACKWARD}, {schema_options()}": _check_bwd,
@@ -90,10 +98,7 @@ _CHECKS: dict[str, Callable[..., object]] = {
         check_combine_parts
     ),
     "copy_rows(Tensor[] outs, Tensor x": check_copy_rows,
-    "mask_from_dense(Tensor mask": check_mask_from_dense,
-    "mask_from_intervals(Tensor intervals, SymInt seqlen_k": check_mask_from_intervals,
-    "mask_from_blocks(Tensor kinds, Tensor intervals": check_mask_from_blocks,
-    "mask_from_kinds(Tensor kinds": check_mask_from_kinds,
+    **MASK_CHECKS,
     f"append_kv({OF_APPEND}": check_append_kv,
 }
 for _signature, _check in _CHECKS.items():

@@ -7,6 +7,7 @@
 
 #include "api/accept.h"
 #include "api/accept_append_kv.h"
+#include "api/accept_mask.h"
 #include "api/attention.h"
 #include "api/boxing.h"
 
@@ -53,6 +54,21 @@ std::string refused_append_kv(const Tensor& k_cache, const Tensor& v_cache, cons
                               const AppendOptions& options) {
     return words_of(accepts_append(k_cache, v_cache, k, v, cache_seqlens, options),
                     refusal("append_kv", k_cache, v_cache, k, v, cache_seqlens, options));
+}
+
+std::string refused_mask_from_dense(const Tensor& mask) {
+    return words_of(accept_mask_from_dense(mask).has_value(), refusal("mask_from_dense", mask));
+}
+std::string refused_mask_from_intervals(const Tensor& intervals, int64_t seqlen_k) {
+    return words_of(accept_mask_from_intervals(intervals, seqlen_k).has_value(),
+                    refusal("mask_from_intervals", intervals, seqlen_k));
+}
+std::string refused_mask_from_blocks(const Tensor& kinds, const Tensor& intervals) {
+    return words_of(accept_mask_from_blocks(kinds, intervals).has_value(),
+                    refusal("mask_from_blocks", kinds, intervals));
+}
+std::string refused_mask_from_kinds(const Tensor& kinds) {
+    return words_of(accept_mask_from_kinds(kinds).has_value(), refusal("mask_from_kinds", kinds));
 }
 
 }  // namespace
@@ -116,4 +132,8 @@ STABLE_TORCH_LIBRARY_IMPL(flash_ext, CPU, m) {
     m.impl("refused_fwd", flash_ext::boxed<flash_ext::refused_fwd>);
     m.impl("refused_bwd", flash_ext::boxed<flash_ext::refused_bwd>);
     m.impl("refused_append_kv", flash_ext::boxed<flash_ext::refused_append_kv>);
+    m.impl("refused_mask_from_dense", flash_ext::boxed<flash_ext::refused_mask_from_dense>);
+    m.impl("refused_mask_from_intervals", flash_ext::boxed<flash_ext::refused_mask_from_intervals>);
+    m.impl("refused_mask_from_blocks", flash_ext::boxed<flash_ext::refused_mask_from_blocks>);
+    m.impl("refused_mask_from_kinds", flash_ext::boxed<flash_ext::refused_mask_from_kinds>);
 }

@@ -6,6 +6,7 @@
 
 #include <array>
 #include <functional>
+#include <utility>
 
 #include "in_lockstep.h"
 
@@ -61,4 +62,9 @@ PYBIND11_MODULE(flash_ext_make_mask, m) {
     using namespace flash_ext;
     py::class_<Input>(m, "Input").def(py::init<uint64_t, std::array<int64_t, 4>>());
     m.def("make", &make);
+    // The bytes of a dense mask that were read by more than one at a time, since the last call.
+    m.def("loads", [] {
+        return std::pair(std::exchange(device::lowest_load, UINTPTR_MAX),
+                         std::exchange(device::highest_load, 0));
+    });
 }

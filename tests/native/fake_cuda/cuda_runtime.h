@@ -106,8 +106,15 @@ template <class T>
 T __ldg(const T* p) {
     return *p;
 }
+// Where such loads have been.
+namespace device {
+inline uintptr_t lowest_load = UINTPTR_MAX, highest_load = 0;
+}
 template <class T>
 T __ldcs(const T* p) {
+    const auto address = reinterpret_cast<uintptr_t>(p);
+    device::lowest_load = min(device::lowest_load, address);
+    device::highest_load = max(device::highest_load, address + sizeof(T));
     return *p;
 }
 // What all threads of the CTA have given to the same call; null where each gets its own value.
