@@ -32,8 +32,10 @@ def key_rows(
 
 def from_rows(v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """V^T of v (B, S, H, D), or packed (total, H, D)."""
-    shape = transposed_shape(*v.shape[-3:], batch_of(v, cu_seqlens), packed=cu_seqlens is not None)
-    rows = key_rows(v.shape[-3], shape[-1], cu_seqlens, v.device)
+    length, heads, dim = v.shape[-3:]
+    packed = cu_seqlens is not None
+    shape = transposed_shape(length, heads, dim, batch_of(v, cu_seqlens), packed)
+    rows = key_rows(length, shape[-1], cu_seqlens, v.device)
     transposed = torch.zeros(shape, dtype=torch.uint8, device=v.device)
     of_rows = v.view(torch.uint8).movedim(-3, -1)
     transposed[..., rows >= 0] = of_rows[..., rows[rows >= 0]]
