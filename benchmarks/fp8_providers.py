@@ -20,6 +20,7 @@ from torch import Tensor
 import flash_ext
 import flash_ext.reference
 from flash_ext import fp8
+from flash_ext.cpu import transposed_v
 
 SCALE_ROWS = 128  # rows of a block
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
@@ -156,7 +157,7 @@ class Fa3(QuantizedProvider):
     """flash_ext's fa3 with output in bfloat16.
 
     It gets the scale of a tensor as scales of blocks and channels, which are what
-    `flash_ext.fp8.attention` makes, so that their cost counts.
+    `flash_ext.fp8.attention` makes, so that their cost counts; and v transposed, as that has it.
     """
 
     @property
@@ -171,10 +172,13 @@ class Fa3(QuantizedProvider):
             for (name, descale), y, end in zip(x.descales.items(), (q, k, v), ends, strict=True)
             if descale is not None
         }
-        reason = flash_ext.explain(q, k, v, causal=causal, **descales).reasons["fa3"]
+        options: dict[str, Any] = {"causal": causal} | descales
+        if q.element_size() == 1:
+            v, options["v_transposed"] = transposed_v.from_rows(v, None), True
+        reason = flash_ext.explain(q, k, v, **options).reasons["fa3"]
         if reason is not None:
             raise Refused(reason)
-        return lambda: flash_ext.attention(q, k, v, causal=causal, variant="fa3", **descales)
+        return lambda: flash_ext.attention(q, k, v, variant="fa3", **options)
 
 
 @functools.cache

@@ -130,6 +130,11 @@ def quantize_all() -> None:
         for scales in ("tensor", "head", "block"):
             fp8.quantize(x, scales=scales, signs=signs, mean=mean, cu_seqlens=offsets)
         fp8.quantize(x[None], scales="channel")
+        of_v = {"scales": "channel", "transposed": True}
+        fp8.quantize(x, cu_seqlens=offsets, **of_v)
+        for queries in (1, 150):  # one kernel would transpose v, another would have it transposed
+            fp8.attention(x[None, :queries], x[None], x[None])
+            fp8.attention_varlen(x, x, x, offsets, offsets)
         for scales in ("head", "block"):  # sums overflow: rows are read again
             fp8.quantize((x * 2.0**124)[None], scales=scales, signs=signs)
     torch.cuda.synchronize()

@@ -68,9 +68,9 @@ Results = tuple[torch.Tensor, torch.Tensor]
 
 
 @torch.no_grad()
-def run(p: Problem, inputs: Inputs, variant: str = "auto") -> Results:
+def run(p: Problem, inputs: Inputs, variant: str = "auto", **options: Any) -> Results:
     with nan_filled_outputs():
-        return attend(p, inputs, variant=variant, return_lse=True)
+        return attend(p, inputs, variant=variant, return_lse=True, **options)
 
 
 @torch.no_grad()

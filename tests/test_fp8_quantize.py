@@ -21,6 +21,7 @@ from attention_testing import assert_bitwise_equal
 
 import flash_ext
 from flash_ext import fp8, functional
+from flash_ext.cpu import transposed_v
 from flash_ext.cpu.quantize import butterflies, hadamard_dim
 from flash_ext.ops.options import QK_8_BITS
 from flash_ext.ops.quantize import SCALES, fp8_quantize, fp8_token_mean
@@ -441,6 +442,7 @@ def standard_attention(
     q_descale: Tensor,
     k_descale: Tensor,
     v_descale: Tensor,
+    v_transposed: bool,
     out_dtype: torch.dtype,
     variant: str = "auto",
     **options: Any,
@@ -452,6 +454,12 @@ def standard_attention(
     )
     q = descaled(q, q_descale, "block", of_q)
     k = descaled(k, k_descale, "block", of_k)
+    assert v_transposed
+    if of_k is None:
+        v = v.unflatten(-1, (-1, 4, 2, 2)).transpose(-3, -2).flatten(-4)[..., : k.shape[1]]
+        v = v.permute(0, 3, 1, 2)
+    else:
+        v = transposed_v.to_rows(v, len(k), of_k)
     v = descaled(v, v_descale, "channel", of_k)
     if of_q is None:
         out, lse = flash_ext.reference.attention(q, k, v, **options)

@@ -11,6 +11,7 @@
 // or the other way round: the swizzle would put the even ones alone into the same four banks.
 #pragma once
 
+#include "ptx/shared.cuh"
 #include "ptx/stmatrix.cuh"
 #include "tile/fragment.cuh"
 
@@ -64,6 +65,20 @@ FLASH_DEVICE void transpose_fp8(uint32_t source, uint32_t target, int warp) {
                                  rows);
             }
         }
+    }
+}
+
+// Of a tile of V^T, whose rows are channels, the keys from `keys` on that are in the group of the
+// one before. P is 0 there, but NaN times 0 is not. By a warp.
+template <class Tile>
+FLASH_DEVICE void clear_unused_keys(uint32_t tile, int keys) {
+    for (int channel = lane_id(); channel < Tile::kRows; channel += 32) {
+        const uint32_t group = tile + Tile::offset(channel, keys / 16);
+        uint32_t x[4];
+        ptx::ld_shared_v4(x, group);
+#pragma unroll
+        for (int t = 0; t < 4; ++t) x[t] &= bits_of_keys(t, keys % 16);
+        ptx::st_shared_v4(group, x);
     }
 }
 

@@ -74,9 +74,9 @@ def fp8_rows(shape: Shape, options: Json) -> Iterator[Implementation]:
         signs = fp8.random_signs(q.shape[-1], device=q.device)
         q8, q_descale = fp8.quantize(q, dtype, signs=signs)
         k8, k_descale = fp8.quantize(k, dtype, signs=signs, mean=fp8.token_mean(k))
-        v8, v_descale = fp8.quantize(v, scales="channel")
+        v8, v_descale = fp8.quantize(v, scales="channel", transposed=True)
         given: Any = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
-        given |= call
+        given |= call | {"v_transposed": True}
         if reason := explain(q8, k8, v8, **given).reasons["fa3"]:
             raise Refused(reason)
         return lambda: attention(q8, k8, v8, **given)

@@ -68,7 +68,10 @@ def _check_bwd(*tensors: Any, **given: Any) -> None:
 
 
 _BACKWARD = "Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
-_OF_QUANTIZE = "*, Tensor? signs, Tensor? mean, Tensor? cu_seqlens, Tensor? seqused"
+_OF_QUANTIZE = (
+    "Tensor x, str scales, *, Tensor? signs, Tensor? mean, Tensor? cu_seqlens, Tensor? seqused,"
+    " SymInt blocks, ScalarType? dtype, bool transposed"
+)
 OF_APPEND = (
     "Tensor k_cache, Tensor v_cache, Tensor k, Tensor v, Tensor cache_seqlens, *, Tensor? q,"
     " Tensor? page_table, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? rotary_cos,"
@@ -89,9 +92,7 @@ _CHECKS: dict[str, Callable[..., object]] = {
     f"bwd({_BACKWARD}, {schema_options()}": _check_bwd,
     f"fwd_into(Tensor out, Tensor q, Tensor k, Tensor v, {schema_options()}": _check_fwd_into,
     f"bwd_into(Tensor dq, Tensor dk, Tensor dv, {_BACKWARD}, {schema_options()}": _check_bwd_into,
-    f"fp8_quantize(Tensor x, str scales, {_OF_QUANTIZE}, SymInt blocks, ScalarType? dtype, bool transposed": (
-        check_quantize
-    ),
+    f"fp8_quantize({_OF_QUANTIZE}": check_quantize,
     "fp8_token_mean(Tensor x, *, Tensor? cu_seqlens, Tensor? seqused": check_rows,
     "sum_rows(Tensor out, Tensor[] parts, int[] firsts, Tensor? index": check_sum_rows,
     "combine_parts(Tensor out, Tensor lse, Tensor[] parts, Tensor[] lse_parts, int[] firsts": (

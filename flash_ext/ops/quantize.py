@@ -110,8 +110,9 @@ def _fp8_quantize_fake(
     descale = x.new_empty(descale_shape(x, scales, cu_seqlens, blocks), dtype=torch.float32)
     shape: tuple[int, ...] = x.shape
     if transposed:
+        rows, heads, dim = x.shape[-3:]
         batch = batch_of(x, cu_seqlens)
-        shape = transposed_shape(*x.shape[-3:], batch, packed=cu_seqlens is not None)
+        shape = transposed_shape(rows, heads, dim, batch, packed=cu_seqlens is not None)
     return x.new_empty(shape, dtype=dtype), descale
 
 

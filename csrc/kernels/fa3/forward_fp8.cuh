@@ -3,16 +3,15 @@
 // forward.cuh, with these differences:
 //
 // - 8-bit wgmma reads both operands K-major. So the call has V^T, or another kernel makes it before
-//   (fp8/transpose_v.cuh), and a warp of the first warpgroup loads it. If there are few queries, a
-//   pass over all of V would take too long: K's producer also loads V, and two warps of the first
-//   warpgroup transpose it (tile/transpose.cuh). Either way these warps copy V's descales, too.
+//   (fp8/transpose_v.cuh), and a warp of the first warpgroup loads it. For few queries a pass over
+//   V would take too long: K's producer also loads V, and two warps of the first warpgroup
+//   transpose it (tile/transpose.cuh). These warps also copy V's descales.
 // - The tensor core keeps only some 14 bits of a sum. So P V of one tile is computed from zero, in
 //   the registers of S, and added to O in float32, which is rescaled by the same FMA. It is
 //   complete before S' = Q K^T starts.
 // - So a consumer's own steps do not overlap, and tiles have more keys. Consumers compute most
 //   exponentials in turns: each beside the matmuls of the other one. At head dim 64, with its other
-//   softmax, they order their matmuls (ping-pong). O is stored while the next Q tile's first scores
-//   are computed.
+//   softmax, they order their matmuls (ping-pong). O is stored beside the next Q tile's first S.
 // - Q, K and V have descales. The softmax multiplies scores by Q's and K's (fp8_softmax.cuh); O is
 //   multiplied by V's before it is stored.
 //
@@ -47,13 +46,12 @@
 #include <cfloat>
 
 #include "kernels/common/fp8_optimistic_softmax.cuh"
+#include "kernels/fa3/descales.cuh"
 #include "kernels/fa3/forward_tiles.cuh"
 #include "plan/transposed_v.cuh"
 #include "tile/transpose.cuh"
 
 namespace flash_ext {
-
-static __device__ const float kNoDescale = 1.f;
 
 template <class QKElement, int kHeadDim, int kHeadDimV, OptionSet kOptions,
           tuning::Fa3ForwardShape kTuning>
@@ -117,7 +115,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
             ptx::mbarrier_init(ptx::shared_address(&full), 32 * warps_of_v());
         if (!kTuning.ping_pong)
             for (int i = 0; i < kConsumers; ++i) ptx::mbarrier_init(turn_of(i), 128);
-        if (!transposes_v()) ptx::mbarrier_init(partial_full(), 1);
+        if (!transposes_v()) ptx::mbarrier_init(ptx::shared_address(&storage.partial_full), 1);
         storage.zero = 0;
     }
 
@@ -147,8 +145,8 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
     FLASH_DEVICE void load_row_major_v(const QueryTile& tile, int first_key,
                                        typename RowMajorVPipeline::State& v) const {
         const KeyRows keys = key_rows(params, tile.sequence);
-        const int head = key_head(params, tile.head);
-        const TensorRows rows = keys.tensor_rows<Float8>(params.v, head, first_key);
+        const TensorRows rows =
+            keys.tensor_rows<Float8>(params.v, key_head(params, tile.head), first_key);
         load_tile<VTile, Tiles::kKVBoxRows>(row_major_v(), v, params.v_map, rows, first_key);
         v.advance();
     }
@@ -164,20 +162,15 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
             const QueryTile& tile = work_tiles[t];
             if (tile.first_query < 0) return;
             load_v_descales(tile, t);
-            if constexpr (kMayTransposeV) {
-                if (transposes_v()) {
-                    transpose_v(tile, from, to);
-                    continue;
-                }
-            }
-            load_transposed_v(tile, to, partial);
+            if constexpr (kMayTransposeV)
+                if (transposes_v()) transpose_v(tile, from, to);
+            if (!transposes_v()) load_transposed_v(tile, to, partial);
         }
     }
 
-    // Per head or per channel. Consumers find them in shared memory: a thread that loaded the ones
-    // that it needs would wait many times, since it has no registers for more.
+    // Per head or channel, for consumers: their threads have no registers to load many at once.
     FLASH_DEVICE void load_v_descales(const QueryTile& tile, const WorkTileState& t) const {
-        const float* source = descales_of(params.v_descale, tile, tile.head);
+        const float* source = descales_of(params, params.v_descale, tile.sequence, tile.head);
         const int64_t stride = source == &kNoDescale ? 0 : params.v_descale.last_stride;
         for (int i = threadIdx.x - 32; i < params.head_dim_v; i += 32 * warps_of_v())
             ptx::st_shared(v_descales(t) + 4 * i, __float_as_uint(__ldg(source + i * stride)));
@@ -187,9 +180,6 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
     FLASH_DEVICE uint32_t v_descales(const WorkTileState& t) const {
         return ptx::shared_address(storage.v_descales[t.stage]);
     }
-    FLASH_DEVICE uint32_t partial_full() const {
-        return ptx::shared_address(&storage.partial_full);
-    }
     FLASH_DEVICE uint32_t v_descales_full(const WorkTileState& t) const {
         return ptx::shared_address(&storage.v_descales_full[t.stage]);
     }
@@ -197,14 +187,14 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
     // `partial`: the parity of the next group of keys that are not all in use.
     FLASH_DEVICE void load_transposed_v(const QueryTile& tile, typename VPipeline::State& v,
                                         uint32_t& partial) const {
+        const uint32_t partial_full = ptx::shared_address(&storage.partial_full);
         const Sequence& s = tile.sequence;
         const TensorColumns columns = tensor_columns(
             transposed_v_offset(params.v, s, key_head(params, tile.head)), s.seqlen_k);
         for (int i = tile.kv_tiles.end - 1; i >= tile.kv_tiles.begin; --i, v.advance()) {
-            const int first_key = tile.kv_tiles.tile(i) * kBlockKV;
-            const int keys = s.seqlen_k - first_key;
+            const int first_key = tile.kv_tiles.tile(i) * kBlockKV, keys = s.seqlen_k - first_key;
             const bool is_partial = keys < kBlockKV && keys % kKeyGroup != 0;
-            const uint32_t full = is_partial ? partial_full() : v_pipeline.full(v);
+            const uint32_t full = is_partial ? partial_full : v_pipeline.full(v);
             if (elected) {
                 v_pipeline.producer_acquire(v);
                 ptx::mbarrier_arrive_expect(full, TransposedVTile::kBytes);
@@ -213,24 +203,13 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
             if (!is_partial) continue;
             ptx::mbarrier_wait(full, partial);
             partial ^= 1;
-            clear_unused_keys(v_pipeline.stage(v), keys);
+            clear_unused_keys<TransposedVTile>(v_pipeline.stage(v), keys);
             ptx::fence_proxy_async();  // wgmma will read what was stored
             __syncwarp();
             if (elected) v_pipeline.producer_commit(v);
         }
     }
 
-    // What V^T has of them may be NaN, also times a P of 0. TMA loads whole groups of keys.
-    FLASH_DEVICE void clear_unused_keys(uint32_t stage, int keys) const {
-        for (int channel = threadIdx.x % 32; channel < kHeadDimV; channel += 32) {
-            const uint32_t group = stage + TransposedVTile::offset(channel, keys / kKeyGroup);
-            uint32_t x[4];
-            ptx::ld_shared_v4(x, group);
-#pragma unroll
-            for (int t = 0; t < 4; ++t) x[t] &= bits_of_keys(t, keys % kKeyGroup);
-            ptx::st_shared_v4(group, x);
-        }
-    }
     static cudaError_t encode_v_map(Fa3ForwardParams& params) {
         if (kMayTransposeV && !params.v_transposed) return Tiles::encode_v_map(params);
         return encode_transposed_map<TransposedVTile>(params.v_map, params.v.data,
@@ -324,21 +303,6 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         }
     };
 
-    // The descales of a query head, or of its KV head. 1 for a tile without keys, whose sequence
-    // may have none.
-    FLASH_DEVICE const float* descales_of(const Descale& x, const QueryTile& tile,
-                                          int head_q) const {
-        if (x.data == nullptr || tile.sequence.seqlen_k == 0) return &kNoDescale;
-        const int head = x.by_query_head ? head_q : key_head(params, head_q);
-        return x.data + tile.sequence.index() * x.batch_stride + head * x.head_stride;
-    }
-
-    // The last block of descales, 0 if there are no blocks. Wrong offsets of sequences must not
-    // read beyond it.
-    static FLASH_DEVICE int last_block(const float* descales, const Descale& x) {
-        return descales == &kNoDescale ? 0 : x.last_block;
-    }
-
     // Is the scale negative? Hidden scores are -inf before they are multiplied. So all iterations
     // are those with a mask, which negate the scores first, and factors have its magnitude.
     FLASH_DEVICE bool is_negative() const { return params.scale_log2 < 0.f; }
@@ -348,7 +312,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         for_each_row<16>([&](int, int i, int lane_row) {
             const int row = warp_row() + lane_row;
             const int head = tile.head + min_of(this->head_of(row), group() - 1);
-            const float* source = descales_of(params.q_descale, tile, head);
+            const float* source = descales_of(params, params.q_descale, tile.sequence, head);
             const int block =
                 min_of(query_of(tile, row) / kDescaleRows, last_block(source, params.q_descale));
             x.q_scale[i] = __ldg(source + block * params.q_descale.last_stride);
@@ -356,7 +320,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         });
         constexpr float kLargest = kInt8 ? 128.f : 448.f;  // element of Q and K
         x.scale_limit = Softmax::kLargeMax / (kLargest * kLargest * kHeadDim);
-        x.k_descales = descales_of(params.k_descale, tile, tile.head);
+        x.k_descales = descales_of(params, params.k_descale, tile.sequence, tile.head);
         // Descales of keys that are not in use may be NaN.
         const int last_in_use = max_of(tile.sequence.seqlen_k - 1, 0) / kDescaleRows;
         x.last_k_block = min_of(last_block(x.k_descales, params.k_descale), last_in_use);
