@@ -1,9 +1,9 @@
 """batch_invariant: the bits of a row depend on its query and keys alone.
 
 A sequence is computed at once and dense, as in training; packed among others; and in random chunks
-before pages, with other sequences beside it, in another order. Would catch splits of the keys, tiles
-or a softmax that depend on the batch, on the number of queries, on where a chunk ends, on the page
-size, or on the rows beside a row: some rows have scores that grow from key to key, so that their
+before pages, with other sequences beside it, in another order. Would catch splits of the keys,
+tiles or a softmax that depend on the batch, on the number of queries, on where a chunk ends, on the
+page size, or on the rows beside a row: some rows have scores that grow from key to key. Their
 maximum moves, which must not move that of others.
 """
 
@@ -101,9 +101,11 @@ def as_generation(
         )  # fmt: skip
         if not new:
             out, lse = out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
-        for i, n, o, l in zip(chosen, sizes, out.split(sizes), lse.split(sizes, 1), strict=True):
-            found[i][0].append(o)
-            found[i][1].append(l)
+        for i, n, *found_now in zip(
+            chosen, sizes, out.split(sizes), lse.split(sizes, 1), strict=True
+        ):
+            for parts, x in zip(found[i], found_now, strict=True):
+                parts.append(x)
             done[i] += n
     return [(torch.cat(outs), torch.cat(lses, 1)) for outs, lses in found]
 

@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "examples"))
 
 import cudnn_nan  # noqa: E402
+import generate  # noqa: E402
 import train_gpt  # noqa: E402
 
 SMALL = ["--layers", "1", "--width", "16", "--heads", "2", "--seq", "16", "--batch", "1"]
@@ -77,6 +78,59 @@ def test_a_picture_that_cannot_be_written_loses_no_results(
         gpt(monkeypatch, *SMALL, "--steps", 1, "--out", out, "--json", losses)
     assert [len(run["losses"]) for run in json.loads(losses.read_text())["runs"]] == [1, 1]
     assert out.parent.is_dir()
+
+
+def serve(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    """generate.py with these arguments."""
+    monkeypatch.setattr(sys, "argv", ["", *map(str, arguments)])
+    return generate.main()
+
+
+@pytest.mark.parametrize("page_size", (16, 5))
+def test_generation_with_and_without_a_cache(
+    page_size: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """The same tokens, though all prompts together need more pages than there are; and
+    a prefix of which half is not seen is found."""
+    small = ("--device", "cpu", "--prompts", 5, "--tokens", 8, "--page-size", page_size)
+    small = (*small, "--pages", 100 // page_size, "--compare", 5)
+    assert serve(monkeypatch, *small) == 0
+    assert "same tokens: 5 of 5" in capsys.readouterr().out
+    right = flash_ext.attention_with_shared_prefix
+
+    def wrong(q: torch.Tensor, *keys: torch.Tensor, **options: Any) -> torch.Tensor:
+        return right(q, *keys, **options, prefix_seqlen=keys[0].shape[0] // 2)
+
+    monkeypatch.setattr(flash_ext, "attention_with_shared_prefix", wrong)
+    assert serve(monkeypatch, *small) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    (
+        (("--tokens", 0), "--tokens: must be at least 1"),
+        (("--width", 100), "--width: must be a multiple of 64, got 100"),
+    ),
+)
+def test_a_generation_that_does_not_work_is_refused(
+    arguments: tuple[object, ...],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        serve(monkeypatch, *arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_a_prompt_without_enough_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="a request needs more pages than there are"):
+        serve(monkeypatch, "--device", "cpu", "--pages", 1)
+
+
+@pytest.mark.gpu
+def test_generation_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert serve(monkeypatch, "--prompts", 20, "--tokens", 30, "--pages", 40) == 0
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no distributed")

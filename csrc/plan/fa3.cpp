@@ -74,9 +74,11 @@ OptionSet aligned_options(const AttentionParams& params) {
 // for other options have no pages, or other tiles with them.
 std::string invariant_reason(const AttentionParams& params) {
     if (!params.batch_invariant) return "";
-    if (params.sink == nullptr && !visits_elements(options_of(params))) return "";
-    return "is batch-invariant without sink, softcap, ALiBi, bias, dropout and a scale that is not "
-           "positive";
+    const OptionSet options = options_of(params);
+    if (params.sink == nullptr && !visits_elements(options) && !contains(options, OptionSet::kMask))
+        return "";
+    return "is batch-invariant without sink, softcap, ALiBi, bias, mask, dropout and a scale that "
+           "is not positive";
 }
 
 // Can TMA load the pages of K and V, of 16 bits? A box has eight rows of a page or a multiple.

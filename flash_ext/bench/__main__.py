@@ -45,6 +45,7 @@ NUMBER_OPTIONS = set(AttentionOptions.__annotations__) - TENSOR_OPTIONS - {
     *("causal", "variant", "out_dtype", "mask")
 }  # fmt: skip
 """The names that --option takes with a value."""
+_SWITCHES = ("deterministic", "batch_invariant")
 
 
 def length(text: str) -> int:
@@ -69,13 +70,13 @@ def option(text: str) -> tuple[str, Any]:
         found = ast.literal_eval(value)
         if name == "window":
             return name, require_pair(name, found)
-        if type(found) is not bool if name == "deterministic" else type(found) not in (int, float):
+        if type(found) is not bool if name in _SWITCHES else type(found) not in (int, float):
             raise ValueError
         if ABOUT[name].allows(found):
             return name, found
     except (SyntaxError, TypeError, ValueError):
         pass
-    wanted = {"window": "two numbers such as 1023,0", "deterministic": "True or False"}
+    wanted = {"window": "two numbers such as 1023,0"} | dict.fromkeys(_SWITCHES, "True or False")
     meant = wanted.get(name) or ABOUT[name].wanted or "a number"
     raise argparse.ArgumentTypeError(f"{name} must be {meant}, got {value!r}")
 

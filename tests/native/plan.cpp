@@ -219,7 +219,6 @@ struct Problem {
     bool v_transposed = false;
     double softcap = 0;
     bool batch_invariant = false;
-    int page_size = 0;          // of k and v; 0: no pages
     int launched_head_dim = 0;  // of the launch alone, if not 0
 
     Operand operand(const char* name, int64_t rows, int64_t heads, int64_t dim) const {
@@ -289,7 +288,6 @@ struct Problem {
         params.head_dim_v = head_dim_v;
         if (varlen) params.cu_seqlens_q = params.cu_seqlens_k = kOffsets;
         if (seqused) params.seqused_k = kOffsets;
-        if (page_size > 0) params.pages = {kOffsets, 1, 1, page_size};
         const std::vector<Operand> all = operands();
         params.q = all[0].view();
         params.k = all[1].view();
@@ -440,7 +438,6 @@ PYBIND11_MODULE(MODULE, m) {
         .def_readwrite("odd_rows", &Problem::odd_rows)
         .def_readwrite("expanded_heads", &Problem::expanded_heads)
         .def_readwrite("seqused", &Problem::seqused)
-        .def_readwrite("page_size", &Problem::page_size)
         .def_readwrite("wanted", &Problem::wanted)
         .def_property(
             "bias_sizes", [](const Problem& p) { return std::to_array(p.bias_sizes); },
