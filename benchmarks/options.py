@@ -96,7 +96,7 @@ class Sizes:
 
 MIX = (13, 8192, 187, 1019, 252, 1099, 520, 585, 39, 1251, 91, 418, 15, 294, 1059, 1350)
 GPU = Sizes(4, 4096, 16, (64, 128), MIX, 2048, torch.bfloat16)
-CPU = Sizes(1, 64, 4, (64, 128), (13, 128, 1, 20), 128, torch.float32)
+CPU = Sizes(1, 24, 4, (64, 128), (13, 33, 1, 20), 128, torch.float32)
 
 
 @dataclass(frozen=True)
