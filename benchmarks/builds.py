@@ -128,7 +128,9 @@ class Remote:
 
     def __init__(self, folder: Path, device: str) -> None:
         self.device = device
-        self.pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+        processes = multiprocessing.get_context("forkserver")  # which imports torch once
+        processes.set_forkserver_preload(["torch"])
+        self.pool = ProcessPoolExecutor(1, processes)
         with mock.patch.object(sys, "path", [str(folder), *sys.path]):  # which the process gets
             self.described = self.ask("describe")
 

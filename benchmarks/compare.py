@@ -55,6 +55,7 @@ from providers import (
     check,
     collect,
     command_line,
+    prepared,
     running,
     versions,
 )
@@ -102,28 +103,20 @@ class Bench:
 
     def cell(self, cell: Cell, work: Workload, exact: list[Tensor]) -> Json:
         """The results of every provider in one cell: numbers, or why there are none."""
-        calls: dict[str, Callable[[], object]] = {}
-        results: Json = {}
+        measured: Json = {}
 
         def prepare(provider: Provider) -> Callable[[], object]:
             make = work.forward if cell.direction == "forward" else work.backward
             call = make(provider, cell.causal)
             error = self.check(call(), provider, work.wanted(provider, exact))
             extra = common.peak_extra_memory(call, self.device)
-            results[provider.name] = {"extra_bytes": extra, "error": error}
+            measured[provider.name] = {"extra_bytes": extra, "error": error}
             return call
 
-        for provider in work.asked(self.providers):
-            call, reason = attempt(partial(prepare, provider))
-            if call is None:
-                results[provider.name] = reason
-                common.free_memory(self.device)  # a graph that did not fit must not stay
-            else:
-                calls[provider.name] = call
+        makes = {p.name: partial(prepare, p) for p in work.asked(self.providers)}
+        calls, results = prepared(makes)
         times, reason = attempt(partial(self.times, cell, calls))
-        for name in calls:
-            results[name] = times[name] | results[name] if times else reason
-        return results
+        return results | {n: times[n] | measured[n] if times else reason for n in calls}
 
     def check(self, got: Any, provider: Provider, exact: list[Tensor]) -> float:
         """The largest relative error of a call's results; raises `Wrong`."""

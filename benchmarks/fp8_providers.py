@@ -190,6 +190,17 @@ def cudnn_handle() -> Any:
     return handle
 
 
+def planned(graph: Any, device: torch.device) -> Tensor:
+    """Chooses the kernels of a graph of cuDNN's; returns its workspace."""
+    modes = importlib.import_module("cudnn").heur_mode
+    graph.validate()
+    graph.build_operation_graph()
+    graph.create_execution_plans([modes.A, modes.FALLBACK])
+    graph.check_support()
+    graph.build_plans()
+    return torch.empty(max(1, graph.get_workspace_size()), dtype=torch.uint8, device=device)
+
+
 class CudnnFp8(QuantizedProvider):
     """cuDNN's FP8 forward through nvidia-cudnn-frontend, whose output on Hopper is FP8 too.
 
@@ -247,13 +258,7 @@ class CudnnFp8(QuantizedProvider):
             one.set_output(True).set_data_type(types.FLOAT).set_dim([1] * 4).set_stride([1] * 4)
             memory[one] = torch.zeros(1, device=device)
 
-        graph.validate()
-        graph.build_operation_graph()
-        graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
-        graph.check_support()
-        graph.build_plans()
-        size = max(1, graph.get_workspace_size())
-        workspace = torch.empty(size, dtype=torch.uint8, device=device)
+        workspace = planned(graph, device)
 
         def call() -> Tensor:
             graph.execute(memory, workspace, handle=handle)

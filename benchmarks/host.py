@@ -16,7 +16,7 @@ from functools import partial
 import common
 import torch
 from common import Json
-from providers import Provider, Workload, attempt, collect, command_line, running, variant
+from providers import Provider, Workload, collect, command_line, prepared, running, variant
 from timing import Around, Timer
 
 SHAPE = (1, 128, 4, 64)
@@ -28,21 +28,14 @@ def times(timer: Timer, providers: list[Provider], gradients: bool) -> Json:
     """The CPU's time for one call of each: forward, or forward with backward."""
     dtype = torch.float32 if timer.device.type == "cpu" else torch.bfloat16
     work = Workload(SHAPE, dtype, timer.device)
-    calls: dict[str, tuple[Callable[[], object], Around]] = {}
-    skipped: Json = {}
 
-    def prepare(provider: Provider) -> Callable[[], object]:
+    def prepare(provider: Provider) -> tuple[Callable[[], object], Around]:
         call = (work.step if gradients else work.bare)(provider, causal=True)
         with torch.set_grad_enabled(gradients), provider.around():
             call()
-        return call
+        return call, provider.around
 
-    for provider in providers:
-        call, reason = attempt(partial(prepare, provider))
-        if call is None:
-            skipped[provider.name] = reason
-        else:
-            calls[provider.name] = call, provider.around
+    calls, skipped = prepared({p.name: partial(prepare, p) for p in providers})
     return skipped | timer.host(calls, gradients)
 
 

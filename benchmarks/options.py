@@ -37,7 +37,7 @@ from typing import Any
 import common
 import torch
 from common import Json
-from providers import Provider, attempt, check, collect, refusal, running
+from providers import Provider, check, collect, prepared, refusal, running
 from timing import Timer
 from torch import Tensor
 
@@ -96,7 +96,7 @@ class Sizes:
 
 MIX = (13, 8192, 187, 1019, 252, 1099, 520, 585, 39, 1251, 91, 418, 15, 294, 1059, 1350)
 GPU = Sizes(4, 4096, 16, (64, 128), MIX, 2048, torch.bfloat16)
-CPU = Sizes(1, 64, 4, (64, 128), (13, 128, 1, 20), 128, torch.float32)
+CPU = Sizes(1, 24, 4, (64, 128), (13, 33, 1, 20), 128, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -294,13 +294,12 @@ class Bench:
 
     def times(self, calls: dict[str, tuple[Call, Attend]], direction: str) -> dict[str, Json]:
         """The time of every call, taken in turns, or why there is none."""
-        ready: dict[str, Callable[[], object]] = {}
-        results: dict[str, Json] = {}
-        for name, (call, attend) in calls.items():
-            run, results[name] = attempt(functools.partial(self.prepare, call, attend, direction))
-            if run is not None:
-                ready[name] = run
-        return results | self.timer.timed(ready, 0, self.rounds)
+        ready, reasons = prepared({
+            name: functools.partial(self.prepare, call, attend, direction)
+            for name, (call, attend) in calls.items()
+        })  # fmt: skip
+        times = self.timer.timed(ready, 0, self.rounds)
+        return {name: times.get(name) or reasons[name] for name in calls}
 
     def prepare(self, call: Call, attend: Attend, direction: str) -> Callable[[], object]:
         """What to time, once its first heads are right."""

@@ -60,6 +60,21 @@ def attempt(function: Callable[[], T]) -> tuple[T | None, Json]:
         return None, {"skipped": common.first_line(error)}
 
 
+def prepared(makes: dict[str, Callable[[], T]]) -> tuple[dict[str, T], Json]:
+    """What each of these returns; and for those that fail, as of `attempt`, why."""
+    found: dict[str, T] = {}
+    reasons: Json = {}
+    for name, make in makes.items():
+        made, reason = attempt(make)
+        if made is None:
+            reasons[name] = reason
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()  # a graph that did not fit must not stay
+        else:
+            found[name] = made
+    return found, reasons
+
+
 @dataclass(frozen=True)
 class Provider:
     """One implementation of attention. ``attend`` takes and returns its own layout, as views of the

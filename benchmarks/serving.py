@@ -25,8 +25,8 @@ import common
 import torch
 from cells import SHAPES
 from common import Json
-from fp8_providers import cudnn_handle
-from providers import attempt, check
+from fp8_providers import cudnn_handle, planned
+from providers import check, prepared
 from timing import Timer
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -145,12 +145,7 @@ class Case:
         out = torch.empty_like(self.q)
         view = out.transpose(1, 2)
         o.set_output(True).set_dim(list(view.shape)).set_stride(list(view.stride()))
-        graph.validate()
-        graph.build_operation_graph()
-        graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
-        graph.check_support()
-        graph.build_plans()
-        memory = out.new_empty(max(1, graph.get_workspace_size()), dtype=torch.uint8)
+        memory = planned(graph, out.device)
         pack = dict(zip(tensors, given.values(), strict=True)) | {o: view}
 
         def call() -> Tensor:
@@ -163,7 +158,7 @@ class Case:
 
 def measure(cell: Json, timer: Timer, rounds: int) -> Json:
     """The results of all who take a cell, or why they do not."""
-    case, calls, found = Case(cell, timer.device), {}, {}
+    case, errors = Case(cell, timer.device), {}
     exact = case.exact()
     makes = {"flash_ext": case.ours, "batch_invariant": partial(case.ours, batch_invariant=True)}
     makes |= {"dense": partial(case.ours, dense=True)} if case.page else {}
@@ -173,7 +168,7 @@ def measure(cell: Json, timer: Timer, rounds: int) -> Json:
 
     def prepare(make: Callable[[], Call], name: str) -> Callable[[], object]:
         call = make()
-        found[name] = {"error": check([(call()[:, -exact.shape[1] :], exact)])}
+        errors[name] = {"error": check([(call()[:, -exact.shape[1] :], exact)])}
         if not timer.cuda:
             return call
         graph = torch.cuda.CUDAGraph()
@@ -181,15 +176,10 @@ def measure(cell: Json, timer: Timer, rounds: int) -> Json:
             call()
         return graph.replay
 
-    for name, make in makes.items():
-        replay, reason = attempt(partial(prepare, make, name))
-        if replay is None:
-            found[name] = reason
-        else:
-            calls[name] = replay
+    calls, found = prepared({name: partial(prepare, x, name) for name, x in makes.items()})
     read = sum(case.lengths) * 2 * case.dense[0, 0, 0].nbytes
     for name, times in timer.timed(calls, 0.05, rounds).items():
-        found[name] |= times | {"tbps": round(read / times["ms"] * 1e-9, 4)}
+        found[name] = errors[name] | times | {"tbps": round(read / times["ms"] * 1e-9, 4)}
     return found
 
 
