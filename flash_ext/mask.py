@@ -36,7 +36,7 @@ def _version(x: Tensor) -> object:
 
 
 def _changing(device: torch.device) -> bool:
-    """Whether what is computed now is part of a graph, which computes it again, and not kept."""
+    """Whether a graph is being made: results belong to it, and are not kept."""
     return is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 
 
@@ -158,7 +158,7 @@ class Mask:
         window: Pair = (-1, -1),
         prefix: int | Tensor = 0,
     ) -> Mask:
-        """Documents one after the other: a query sees keys of its own document.
+        """Documents one after the other: a query sees keys of its document.
 
         Args:
             ids: integers (S) or (B, S): each stretch of equal ones is a document. A negative one is
@@ -415,7 +415,7 @@ class Mask:
         return [(begin_0, end_0), (begin_1, end_1)][: self.per_query]
 
     def _limited(self, others: Intervals, other: Mask | None = None) -> Mask:
-        """What intervals show as well: those of a mask, or of every block."""
+        """The part that intervals show as well, another mask's or by themselves."""
         if self.per_query * len(others) not in (1, 2):
             shown = parts.shown_by(others, self.seqlen_k, self.device)
             return Mask.dense(self.to_dense() & (shown if other is None else other.to_dense()))

@@ -79,7 +79,7 @@ def with_bool_bias(
     shape = given["bias"].shape
     fits = zip(shape, (q.shape[0], q.shape[2], *sizes), strict=False)
     if len(shape) != 4 or bias.device != q.device or not all(a in (1, b) for a, b in fits):
-        return given  # the ops say what is wrong
+        return given  # the ops refuse it
     rest = {name: x for name, x in given.items() if name not in (*BAND, "bias")}
     if not runs(q, k, v, rest):
         return given
