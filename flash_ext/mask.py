@@ -446,7 +446,8 @@ class Mask:
     def to(self, device: torch.device | str) -> Mask:
         """The mask on a device."""
         tensors = (self.kv_tiles, self.q_tiles, self.words)
-        kv_tiles, q_tiles, words = (x.to(device, non_blocking=True) for x in tensors)
+        waits = torch.device(device).type == "cpu"  # whose reader is the host
+        kv_tiles, q_tiles, words = (x.to(device, non_blocking=not waits) for x in tensors)
         return replace(self, kv_tiles=kv_tiles, q_tiles=q_tiles, words=words)
 
     def copy_(self, other: Mask) -> Mask:
@@ -543,7 +544,7 @@ def _unflatten(tensors: Any, sizes: tuple[Any, ...]) -> Mask:
     return Mask(*tensors, *sizes)
 
 
-register_pytree(Mask, _flatten, _unflatten, "flash_ext.Mask")
+register_pytree(Mask, _flatten, _unflatten, ("kv_tiles", "q_tiles", "words"))
 
 
 def _window(causal: bool, window: Pair) -> tuple[int, int]:
