@@ -36,7 +36,7 @@ def _version(x: Tensor) -> object:
 
 
 def _changing(device: torch.device) -> bool:
-    """Whether what is computed now is part of a graph, which computes it again, and not kept."""
+    """Whether a graph is being made: results belong to it, and are not kept."""
     return is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 
 
@@ -158,7 +158,7 @@ class Mask:
         window: Pair = (-1, -1),
         prefix: int | Tensor = 0,
     ) -> Mask:
-        """Documents one after the other: a query sees keys of its own document.
+        """Documents one after the other: a query sees keys of its document.
 
         Args:
             ids: integers (S) or (B, S): each stretch of equal ones is a document. A negative one is
@@ -415,7 +415,7 @@ class Mask:
         return [(begin_0, end_0), (begin_1, end_1)][: self.per_query]
 
     def _limited(self, others: Intervals, other: Mask | None = None) -> Mask:
-        """What intervals show as well: those of a mask, or of every block."""
+        """The part that intervals show as well, another mask's or by themselves."""
         if self.per_query * len(others) not in (1, 2):
             shown = parts.shown_by(others, self.seqlen_k, self.device)
             return Mask.dense(self.to_dense() & (shown if other is None else other.to_dense()))
@@ -446,7 +446,8 @@ class Mask:
     def to(self, device: torch.device | str) -> Mask:
         """The mask on a device."""
         tensors = (self.kv_tiles, self.q_tiles, self.words)
-        kv_tiles, q_tiles, words = (x.to(device, non_blocking=True) for x in tensors)
+        waits = torch.device(device).type == "cpu"  # whose reader is the host
+        kv_tiles, q_tiles, words = (x.to(device, non_blocking=not waits) for x in tensors)
         return replace(self, kv_tiles=kv_tiles, q_tiles=q_tiles, words=words)
 
     def copy_(self, other: Mask) -> Mask:
@@ -543,7 +544,7 @@ def _unflatten(tensors: Any, sizes: tuple[Any, ...]) -> Mask:
     return Mask(*tensors, *sizes)
 
 
-register_pytree(Mask, _flatten, _unflatten, "flash_ext.Mask")
+register_pytree(Mask, _flatten, _unflatten, ("kv_tiles", "q_tiles", "words"))
 
 
 def _window(causal: bool, window: Pair) -> tuple[int, int]:

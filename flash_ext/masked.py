@@ -36,11 +36,12 @@ def _require_fit(mask: Mask, q: Tensor, k: Tensor) -> None:
         hint = "a flash_ext.Mask (Mask.dense makes one of a bool tensor)"
         refuse("mask", hint, f"a value of type {type(mask).__name__}")
     if q.dim() == k.dim() == 4:
-        sizes = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
-        pairs = tuple(zip(mask.shape, sizes, strict=True))
-        if not all(a == b or (a == 1 and i < 2) for i, (a, b) in enumerate(pairs)):
+        (batch, rows, heads, _), keys = q.shape, k.shape[1]
+        shape = mask.shape
+        fits = shape[0] in (1, batch) and shape[1] in (1, heads)
+        if not fits or shape[2] != rows or shape[3] != keys:
             wanted = "of shape (batch or 1, heads_q or 1, seqlen_q, seqlen_k) with sizes"
-            refuse("mask", f"{wanted} {sizes}", mask.shape)
+            refuse("mask", f"{wanted} {(batch, heads, rows, keys)}", shape)
     if mask.device != q.device:
         refuse("mask", f"on q's device {q.device}", mask.device)
 
@@ -79,7 +80,7 @@ def with_bool_bias(
     shape = given["bias"].shape
     fits = zip(shape, (q.shape[0], q.shape[2], *sizes), strict=False)
     if len(shape) != 4 or bias.device != q.device or not all(a in (1, b) for a, b in fits):
-        return given  # the ops say what is wrong
+        return given  # the ops refuse it
     rest = {name: x for name, x in given.items() if name not in (*BAND, "bias")}
     if not runs(q, k, v, rest):
         return given
@@ -120,8 +121,12 @@ def runs(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any], mask: Mask | No
     """Whether the variant has a mask beside these options (None: one of bits), forward and, if
     gradients are wanted, backward: asked by the op that `flash_ext.explain` asks, once for calls
     that look the same."""
-    wanted = (q, k, v, given.get("bias"), given.get("sink"))
-    trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in wanted)
+    trains = torch.is_grad_enabled() and (
+        q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or any(isinstance(x, Tensor) and x.requires_grad for x in given.values())
+    )
     bits = mask is None or mask.per_query == 0
     if is_compiling() or in_transforms() or not ops.is_real(q):
         plain = {n: x for n, x in given.items() if not isinstance(x, Tensor | torch.SymFloat)}
@@ -131,11 +136,13 @@ def runs(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any], mask: Mask | No
         about = tuple(plain.items()), tuple(tensors.items())
         found: bool = _sample_runs(str(q.device), dtypes, heads, trains, bits, *about)
         return found
-    key = (
-        *((x.dtype, x.device, x.shape, x.stride()) for x in (q, k, v)),
-        *((n, (x.dtype, x.shape) if isinstance(x, Tensor) else x) for n, x in given.items()),
-        *(trains, bits, None if mask is None else mask.shape[:2]),
+    key: Any = (
+        *(trains, bits, None if mask is None else mask.shape[:2], q.device),
+        *(q.dtype, q.shape, q.stride(), k.dtype, k.shape, k.stride(), v.dtype, v.shape, v.stride()),
     )
+    if given:
+        items = given.items()
+        key += tuple((n, x.dtype, x.shape) if isinstance(x, Tensor) else (n, x) for n, x in items)
     if key not in _answers:
         if len(_answers) >= 4096:
             _answers.clear()

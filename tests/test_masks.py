@@ -219,6 +219,37 @@ def assert_is(mask: Mask, shown: Tensor) -> None:
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("name", [name for name in CONSTRUCTORS if "mask" not in name])
+def test_where_the_arguments_are(
+    name: str, sizes: tuple[int, ...], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernels that make masks, on a GPU; those of BlockMasks are the dense ones."""
+
+    def there(function: Callable[..., Mask]) -> Callable[..., Mask]:
+        def call(*args: object, **options: object) -> Mask:
+            if function.__name__ in ("prefix", "sinks"):
+                options["device"] = device
+            args = tuple(x.to(device) if isinstance(x, Tensor) else x for x in args)
+            moved = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in options.items()}
+            return function(*args, **moved)
+
+        return staticmethod(call)
+
+    for method in ("dense", "intervals", "documents", "prefix", "sinks", "blocks", "tree"):
+        monkeypatch.setattr(Mask, method, there(getattr(Mask, method)))
+    for seed in range(2):
+        mask, shown = CONSTRUCTORS[name](torch.Generator().manual_seed(seed), *sizes)
+        shown, band = shown.to(device), dense_mask(*mask.shape[2:], True, (9, -1), device)
+        assert mask.device.type == device
+        for found, want in (
+            (mask, shown),
+            (~mask, ~shown),
+            (mask.folded(True, (9, -1)), shown & band),
+        ):
+            assert_is(found, want)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_combinations(sizes: tuple[int, ...]) -> None:
     for seed in range(3):
         make = torch.Generator().manual_seed(seed)
@@ -315,18 +346,35 @@ def random_call(seed: int) -> tuple[Problem, Mask, Tensor]:
     return problem, mask, shown
 
 
-def check_call(
-    problem: Problem, mask: Mask, shown: Tensor, variant: str, device: str
-) -> dict[str, Tensor]:
+def refused(problem: Problem, inputs: Inputs, variant: str, **options: object) -> bool:
+    """Whether a named variant does not have this call, which then raises."""
+    given = (
+        options_of(problem) | {n: x for n, x in inputs.options().items() if n != "bias"} | options
+    )
+    if variant == "auto":
+        return False
+    found = flash_ext.explain(inputs.q, inputs.k, inputs.v, **given)
+    if found.reasons[variant] is None:
+        return False
+    with pytest.raises((ValueError, RuntimeError)):
+        results(problem, inputs, variant=variant, **options)
+    return True
+
+
+def check_call(problem: Problem, mask: Mask, shown: Tensor, variant: str, device: str) -> bool:
+    """Whether the variant has the call; its results are then right."""
     inputs = make_inputs(problem, device)
     sizes = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
     inputs.bias = shown.to(device).expand(sizes)
-    actual = results(problem, inputs, mask=mask.to(device), variant=variant)
+    mask = mask.to(device)
+    if refused(problem, inputs, variant, mask=mask):
+        return False
+    actual = results(problem, inputs, mask=mask, variant=variant)
     judged = {n: x for n, x in actual.items() if n != "dsink"}
     assert_accurate(judged, expected_results(problem, inputs), problem.dtype)
     dead = ~(inputs.bias & dense_mask(*sizes[2:], problem.causal, problem.window, device)).any(-1)
     assert not actual["dq"].transpose(1, 2)[dead].any()
-    return actual
+    return True
 
 
 @pytest.mark.parametrize("variant", EVERY_VARIANT)
@@ -335,9 +383,11 @@ def test_random_masks(part: int, variant: str, device: str) -> None:
     """On a CPU each variant has masks of its own, and fewer."""
     count = 10 if device == "cpu" else 30
     first = 1000 * EVERY_VARIANT.index(variant) if device == "cpu" else 0
+    ran = 0
     for seed in range(first + part * count, first + (part + 1) * count):
         problem, mask, shown = random_call(seed)
         try:
-            check_call(problem, mask, shown, variant, device)
+            ran += check_call(problem, mask, shown, variant, device)
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {problem}, {mask}: {error}") from error
+    assert ran >= count // 2

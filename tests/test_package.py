@@ -52,7 +52,7 @@ def test_the_options_of_attention_are_those_of_the_ops() -> None:
     left, right = parameters.pop("window").default
     assert parameters.pop("deterministic").default is None
     del parameters["unknown"]
-    del parameters["q"]
+    del parameters["q"], parameters["mask"]  # whose tensors are the ops'
     options = {name: x.default for name, x in FIELDS.items()}
     assert (left, right) == (options.pop("window_left"), options.pop("window_right"))
     for name in ("deterministic", "page_table", *MASK_OPTIONS):  # which attention does not have

@@ -20,7 +20,8 @@ ignored:
     anything else (image tokens, chunks, static caches, a 4-D mask of the user's): transformers'
         mask (B, 1, Sq, Sk), as a bias.
 
-A bias is not for fa3: "auto" takes fa2 then. Attention probabilities are never returned.
+In fa3 a large bool bias is a `flash_ext.Mask`, made once for all layers that share it. Attention
+probabilities are never returned.
 
 A model that computes attention by itself, as bloom and longformer do, gets the mask of eager
 attention where it reads a mask's numbers: its results are right but no faster, and a warning says

@@ -310,18 +310,26 @@ def version(x: Tensor) -> object:
 
 
 _register_pytree = _find("torch.utils._pytree.register_pytree_node")
+_attribute_key = _find("torch.utils._pytree.GetAttrKey")
 
 
 def register_pytree(
     cls: type[Any],
     flatten: Callable[[Any], tuple[list[Any], Any]],
     unflatten: Callable[[Any, Any], Any],
-    name: str,
+    names: tuple[str, ...],
 ) -> None:
-    """Let torch find the tensors of an object of this class among arguments. Without torch's name
-    for it torch.export and torch.utils.checkpoint see no tensors in it."""
-    if _register_pytree is not None:
-        _register_pytree(cls, flatten, unflatten, serialized_type_name=name)
+    """Let torch find the tensors, of these names, of an object of this class among arguments.
+    Without torch's names for it torch.export and CUDA graphs of callables see none in it."""
+
+    def with_keys(x: Any) -> tuple[list[Any], Any]:
+        tensors, rest = flatten(x)
+        return list(zip(map(_attribute_key, names), tensors, strict=True)), rest
+
+    if _register_pytree is not None and _attribute_key is not None:
+        name = f"{cls.__module__}.{cls.__qualname__}"
+        more = {"serialized_type_name": name, "flatten_with_keys_fn": with_keys}
+        _register_pytree(cls, flatten, unflatten, **more)
 
 
 # --- Timing ---
