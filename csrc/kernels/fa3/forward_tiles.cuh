@@ -191,20 +191,19 @@ struct Fa3ForwardTiles
     FLASH_DEVICE void load_masked_keys(const typename KPipeline::State& state,
                                        const QueryTile& tile, const KeyRows& keys, int head, int i,
                                        int first_key) const {
-        const bool has_words = params.tile_mask.bits && i >= tile.full_tiles &&
-                               tile.sequence.seqlen_k > 0;  // 0: there is none
+        const bool partial = i >= tile.full_tiles && tile.sequence.seqlen_k > 0;  // 0: no tile
+        const int words = params.tile_mask.bits && partial ? queries() : 0;
         k_pipeline.producer_acquire(state);
         storage.mask.first_keys[state.stage] = first_key;
-        k_pipeline.producer_expect(
-            state, KTile::kBytes + (has_words ? queries() * int{sizeof(MaskWords)} : 0));
+        k_pipeline.producer_expect(state, KTile::kBytes + words * int{sizeof(MaskWords)});
         keys.tensor_rows<Element>(params.k, head, first_key)
             .template load<KTile, kKVBoxRows>(params.k_map, k_pipeline.stage(state),
                                               k_pipeline.full(state), first_key);
-        if (has_words)
+        if (words > 0)
             load_words(storage.mask.bits[state.stage],
                        words_of(params, tile.sequence.batch, tile.head, tile.first_query,
                                 first_key / kMaskBlock),
-                       queries(), k_pipeline.full(state));
+                       words, k_pipeline.full(state));
     }
 
     static FLASH_DEVICE int fetches_at(const VisibleTiles& kv) {
@@ -331,13 +330,12 @@ struct Fa3ForwardTiles
     // Expects Q, too.
     FLASH_DEVICE void load_intervals(const typename QPipeline::State& q,
                                      const QueryTile& tile) const {
-        const bool bits = params.tile_mask.bits;
-        q_pipeline.producer_expect(q,
-                                   QTile::kBytes + (bits ? 0 : queries() * int{sizeof(MaskWords)}));
-        if (!bits)
+        const int words = params.tile_mask.bits ? 0 : queries();
+        q_pipeline.producer_expect(q, QTile::kBytes + words * int{sizeof(MaskWords)});
+        if (words > 0)
             load_words(storage.mask.intervals[q.stage],
-                       words_of(params, tile.sequence.batch, tile.head, tile.first_query, 0),
-                       queries(), q_pipeline.full(q));
+                       words_of(params, tile.sequence.batch, tile.head, tile.first_query, 0), words,
+                       q_pipeline.full(q));
     }
 
     // visit(tensor rows, row of the tile, the tensor row that is loaded to it), for each box.
