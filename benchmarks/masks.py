@@ -95,7 +95,8 @@ def providers(case: Json, mask: Mask, mod: Mod, device: torch.device) -> dict[st
 
     def of_sdpa(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+        if group > 1:
+            k, v = (x.repeat_interleave(group, 1) for x in (k, v))
         with sdpa_kernel(backend):
             call = torch.nn.functional.scaled_dot_product_attention
             return call(q, k, v, attn_mask=visible).transpose(1, 2)
