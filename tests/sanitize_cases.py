@@ -208,7 +208,28 @@ def wild_offsets() -> Iterator[tuple[Inputs, Problem, str, bool]]:
             yield inputs, problem, variant, deterministic
 
 
-def run(inputs: Inputs, problem: Problem, variant: str, deterministic: bool) -> None:
+def masked() -> Iterator[tuple[Problem, dict[str, torch.Tensor], bool]]:
+    """FA3 with masks: bits, intervals, of all heads or of each, with and without splits."""
+    problem = Problem(heads_q=4, heads_k=2, batch=2)
+    sizes = ((33, 401), (150, 290), (20, 4200))
+    for dim, (queries, keys), heads, bits in itertools.product(
+        (64, 128, 256), sizes, (1, 4), (True, False)
+    ):
+        if bits:
+            visible = torch.rand(2, heads, queries, keys) < 0.5
+            visible[:, :, :, : keys // 256 * 128] = visible[:, :, :1, :1]
+            tiles = torch.ops.flash_ext.mask_from_dense(visible)
+        else:
+            intervals = torch.randint(-9, keys + 9, (2, heads, queries, 4), dtype=torch.int32)
+            tiles = torch.ops.flash_ext.mask_from_intervals(intervals, keys)
+        names = ("mask_kv_tiles", "mask_q_tiles", "mask_words")
+        call = dataclasses.replace(problem, head_dim=dim, seqlen_q=queries, seqlen_k=keys)
+        yield call, dict(zip(names, map(to_device, tiles), strict=True)), heads == 1
+
+
+def run(
+    inputs: Inputs, problem: Problem, variant: str, deterministic: bool, **mask: torch.Tensor
+) -> None:
     """Forward and backward, both through the ops: only our kernels and copies."""
     on_device = {
         field.name: to_device(getattr(inputs, field.name))
@@ -218,11 +239,12 @@ def run(inputs: Inputs, problem: Problem, variant: str, deterministic: bool) -> 
     q, k, v, dout, dlse = (on_device.pop(name) for name in ("q", "k", "v", "dout", "dlse"))
     options = options_of(problem) | on_device
     options["window_left"], options["window_right"] = options.pop("window")
-    options |= {"deterministic": deterministic, "variant": variant}
+    options |= {"deterministic": deterministic, "variant": variant} | mask
     # fa3's tile counter and the backward's flag are read before anything is written, on purpose.
     with nan_filled_outputs() if variant == "fa3" else contextlib.nullcontext():
         out, lse = torch.ops.flash_ext.fwd(q, k, v, **options)
-    if problem.dtype != FP8 and problem.kv_dtype is None:
+    has_backward = not mask or problem.head_dim <= 128  # fa3's masks
+    if problem.dtype != FP8 and problem.kv_dtype is None and has_backward:
         with nan_filled_outputs():
             torch.ops.flash_ext.bwd(dout, dlse, q, k, v, out, lse, **options)
     torch.cuda.synchronize()
@@ -244,6 +266,8 @@ if __name__ == "__main__":
             run(make_inputs(problem, "cpu"), problem, "fa3", False)
         if variants()[-1] == "fa3":
             quantize_all()
+            for problem, mask, deterministic in masked():
+                run(make_inputs(problem, "cpu"), problem, "fa3", deterministic, **mask)
         combine()
         append()
         make_masks()
