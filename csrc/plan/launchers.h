@@ -144,7 +144,8 @@ cudaError_t transpose_v(const ForwardParams& params, const TensorView& row_major
                         cudaStream_t stream);
 
 // After a forward with split keys, by a kernel of these head dims. `pdl` as for launch_kernel().
-cudaError_t combine_splits(ForwardParams params, HeadDims dims, cudaStream_t stream, bool pdl);
+cudaError_t combine_splits(const ForwardParams& params, HeadDims dims, cudaStream_t stream,
+                           bool pdl);
 
 // Before a variant's backward, a CTA for each block_q rows.
 cudaError_t backward_preprocess(const BackwardParams& params, int block_q, cudaStream_t stream);

@@ -19,11 +19,25 @@ inline constexpr int kCombineWarps = 4;
 inline constexpr int kCombineRows = 2;  // of a warp, which waits for both at once
 inline constexpr int kCombineRowsOfCta = kCombineWarps * kCombineRows;
 
+// What this kernel needs of a call. Not all params: the launch of a kernel after another takes a
+// microsecond longer with them.
+struct CombineParams {
+    int rows;  // of statistics; memory has no room for the partial results of 2^31
+    int num_splits;
+    int heads_q;
+    int seqlen_q;
+    int head_dim_v;
+    const float* o_partial;
+    const PartialStatistics* statistics_partial;
+    float* lse;
+    TensorView out;
+};
+
 // Where a row of statistics lies in the tensors, across varlen sequences.
 struct RowPlace {
     int batch, head, row;
 };
-FLASH_DEVICE RowPlace place_of_row(const ForwardParams& params, int row) {
+FLASH_DEVICE RowPlace place_of_row(const CombineParams& params, int row) {
     const int flat_head = row / params.seqlen_q;
     return {flat_head / params.heads_q, flat_head % params.heads_q, row % params.seqlen_q};
 }
@@ -44,9 +58,8 @@ FLASH_DEVICE void store_pair(Element* row, int col, int head_dim_v, float2 x) {
 
 template <class Element, int kHeadDimV>
 __global__ void __launch_bounds__(32 * kCombineWarps, 6)
-    combine_kernel(const __grid_constant__ ForwardParams params) {
-    // Memory has no room for the partial results of 2^31 rows.
-    const int rows = static_cast<int>(statistics_rows(params));
+    combine_kernel(const __grid_constant__ CombineParams params) {
+    const int rows = params.rows;
     const int first_row =
         static_cast<int>(blockIdx.x) * kCombineRowsOfCta + warp_id() * kCombineRows;
     if (first_row >= rows) return;
@@ -130,11 +143,20 @@ __global__ void __launch_bounds__(32 * kCombineWarps, 6)
 template <auto&... kTables>
 cudaError_t combine_splits_of(const ForwardParams& params, HeadDims dims, cudaStream_t stream,
                               bool pdl) {
+    const CombineParams combined{.rows = static_cast<int>(statistics_rows(params)),
+                                 .num_splits = params.num_splits,
+                                 .heads_q = params.heads_q,
+                                 .seqlen_q = params.seqlen_q,
+                                 .head_dim_v = params.head_dim_v,
+                                 .o_partial = params.o_partial,
+                                 .statistics_partial = params.statistics_partial,
+                                 .lse = params.lse,
+                                 .out = params.out};
     const auto launch = [&](auto, auto dim_v) {
         return dispatch_element(params.out_type, [&](auto element) {
             return launch_kernel<combine_kernel<decltype(element), dim_v.value>>(
-                ceil_div<int64_t>(statistics_rows(params), kCombineRowsOfCta), 32 * kCombineWarps,
-                0, params, stream, {.pdl = pdl});
+                ceil_div(combined.rows, kCombineRowsOfCta), 32 * kCombineWarps, 0, combined, stream,
+                {.pdl = pdl});
         });
     };
     cudaError_t status = kNoKernel;
@@ -142,7 +164,8 @@ cudaError_t combine_splits_of(const ForwardParams& params, HeadDims dims, cudaSt
     return status;
 }
 
-cudaError_t combine_splits(ForwardParams params, HeadDims dims, cudaStream_t stream, bool pdl) {
+cudaError_t combine_splits(const ForwardParams& params, HeadDims dims, cudaStream_t stream,
+                           bool pdl) {
     using namespace tuning;
     return combine_splits_of<kFa2Forward, kFa3Forward, kFa3ForwardFp8>(params, dims, stream, pdl);
 }
