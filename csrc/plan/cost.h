@@ -456,6 +456,15 @@ inline Parts choose_parts(const BackwardParams& params, const MaskSummary& mask,
             })};
 }
 
+// With a mask of tiles. A KV tile has one list of Q tiles, so where heads differ it has one query
+// head. Otherwise, too, if that costs little: no one knows how long the lists are, and a tile that
+// all queries see may take longer than all others of its CTA.
+inline Parts masked_parts(const BackwardParams& params) {
+    constexpr int kManyQueries = 8192;
+    const bool alone = params.tile_mask.by_head || params.seqlen_q >= kManyQueries;
+    return {alone ? params.heads_q / params.heads_k : 1, 1};
+}
+
 // How many heads of K and V, of all batches, have their dS in memory at a time: all, or an equal
 // share of them. The limit is two and a half times the size of q, out and their gradients, which is
 // linear in the sequence length, or 576 MiB if that is less. 0 if one head exceeds it, or with

@@ -365,18 +365,15 @@ void plan_fa3_backward(BackwardPlan& plan) {
     const HeadDims dims = kernel.head_dims;
     plan_bias(plan);
     const int block_kv = wide ? tuning::kFa3BackwardWideBlock : tuning::kFa3BackwardBlockKV;
-    const TileMask& tile_mask = params.tile_mask;
-    // A KV tile has one list of Q tiles, so where heads differ it has one query head.
-    split_heads(
-        plan, tile_mask.kv_tiles != nullptr && tile_mask.by_head
-                  ? Parts{params.heads_q / params.heads_k, 1}
-                  : choose_parts(params, plan.mask, tile_numbers(params, params.seqlen_k, block_kv),
-                                 wide, gpu));
+    split_heads(plan, params.tile_mask.kv_tiles == nullptr
+                          ? choose_parts(params, plan.mask,
+                                         tile_numbers(params, params.seqlen_k, block_kv), wide, gpu)
+                          : masked_parts(params));
     reserve_rows(plan, wide ? 0 : dims.qk);
     const BackwardParams of_parts = with_parts_as_heads(params);
     if (wide) return plan_wide_backward(plan, of_parts);
     params.tile_order = backward_tile_order(of_parts, plan.mask, block_kv, dims, 1, gpu);
-    if (tile_mask.kv_tiles == nullptr) {  // otherwise a Q tile may be in no list
+    if (params.tile_mask.kv_tiles == nullptr) {  // otherwise a Q tile may be in no list
         kernel.lead = lead_of(of_parts, plan.mask, params.tile_order, dims, gpu);
         params.dq_accum_zeroed = kernel.lead == 0 && !params.deterministic;
     }
