@@ -364,7 +364,10 @@ def test_a_mask_of_many_tokens() -> None:
 def test_ops_that_make_masks_are_known_to_torch(case: str, device: str) -> None:
     name, make = MADE[case]
     given = tuple(x.to(device) if isinstance(x, Tensor) else x for x in make())
-    torch.library.opcheck(getattr(ops, name).default, given)
+    utils = ["test_schema", "test_autograd_registration", "test_faketensor"]
+    if device == "cpu":  # CUDA's kernels leave what nothing reads unwritten: no two runs are alike
+        utils.append("test_aot_dispatch_dynamic")
+    torch.library.opcheck(getattr(ops, name).default, given, test_utils=utils)
 
 
 def ints_of(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:

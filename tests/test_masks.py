@@ -7,6 +7,7 @@ that is stale after a write, a call that loses the mask or its causal part, and 
 
 from __future__ import annotations
 
+import dataclasses
 import doctest
 import functools
 import inspect
@@ -25,6 +26,7 @@ from attention_testing import (
     make_inputs,
     nan_filled_outputs,
     options_of,
+    unsupported_reason,
 )
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
@@ -347,18 +349,22 @@ def random_call(seed: int) -> tuple[Problem, Mask, Tensor]:
 
 
 def refused(problem: Problem, inputs: Inputs, variant: str, **options: object) -> bool:
-    """Whether a named variant does not have this call, which then raises."""
+    """Whether a named variant does not have this call, which then raises. What a kernel without
+    masks gets is a bias, and none has masks beside what it has no bias beside."""
     given = (
         options_of(problem) | {n: x for n, x in inputs.options().items() if n != "bias"} | options
     )
     if variant == "auto":
         return False
-    found = flash_ext.explain(inputs.q, inputs.k, inputs.v, **given)
-    if found.reasons[variant] is None:
-        return False
-    with pytest.raises((ValueError, RuntimeError)):
-        results(problem, inputs, variant=variant, **options)
-    return True
+    if not problem.bias:
+        problem = dataclasses.replace(problem, bias="11qk", bias_type="bool")
+    reason = unsupported_reason(variant, problem, inputs.q.device.type)
+    found = flash_ext.explain(inputs.q, inputs.k, inputs.v, **given).reasons[variant]
+    assert (reason is None) == (found is None), found
+    if reason is not None:
+        with pytest.raises((ValueError, RuntimeError), match=reason):
+            results(problem, inputs, variant=variant, **options)
+    return reason is not None
 
 
 def check_call(problem: Problem, mask: Mask, shown: Tensor, variant: str, device: str) -> bool:
@@ -380,7 +386,8 @@ def check_call(problem: Problem, mask: Mask, shown: Tensor, variant: str, device
 @pytest.mark.parametrize("variant", EVERY_VARIANT)
 @pytest.mark.parametrize("part", range(10))
 def test_random_masks(part: int, variant: str, device: str) -> None:
-    """On a CPU each variant has masks of its own, and fewer."""
+    """On a CPU each variant has masks of its own, and fewer. fa3 leaves wide heads and softcap to
+    others."""
     count = 10 if device == "cpu" else 30
     first = 1000 * EVERY_VARIANT.index(variant) if device == "cpu" else 0
     ran = 0
@@ -390,4 +397,4 @@ def test_random_masks(part: int, variant: str, device: str) -> None:
             ran += check_call(problem, mask, shown, variant, device)
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {problem}, {mask}: {error}") from error
-    assert ran >= count // 2
+    assert ran >= count // 3

@@ -133,7 +133,7 @@ cudaError_t copy_rows(const RowCopies& copies, bool back, cudaStream_t) {
     return copies.count == 0 ? cudaSuccess : note(back ? "copy_rows, back" : "copy_rows");
 }
 cudaError_t bias_gradient(BackwardParams, cudaStream_t) { return note("bias_gradient"); }
-cudaError_t combine_splits(ForwardParams, HeadDims, cudaStream_t, bool pdl) {
+cudaError_t combine_splits(const ForwardParams&, HeadDims, cudaStream_t, bool pdl) {
     return note(pdl ? "combine_splits, pdl" : "combine_splits");
 }
 cudaError_t transpose_v(const ForwardParams&, const TensorView&, cudaStream_t) {
