@@ -26,7 +26,7 @@ from providers import attempt, check
 from timing import Timer
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 import flash_ext
 from flash_ext import Mask
@@ -81,12 +81,21 @@ def masks_of(case: Json, device: torch.device) -> tuple[Callable[[], Mask], Mod]
     return make, lambda b, h, i, j: (ids[i] == ids[j]) & ((i >= j) if causal else (i >= 0))
 
 
+def flex_mask(case: Json, mask: Mask, mod: Mod) -> BlockMask:
+    """FlexAttention's; of blocks from lists, since mask_mod of all heads takes too much memory."""
+    if case["name"] != "blocks":
+        batch, heads = (x if x > 1 else None for x in mask.shape[:2])
+        return create_block_mask(mod, batch, heads, *mask.shape[2:], device=mask.device)
+    full = mask.kinds() == 1
+    counts, index = full.sum(-1).int(), (~full).int().argsort(stable=True).int()
+    return BlockMask.from_kv_blocks(torch.zeros_like(counts), index, counts, index, mask_mod=mod)
+
+
 def providers(case: Json, mask: Mask, mod: Mod, device: torch.device) -> dict[str, Attend]:
     """The calls, ours first."""
     visible, group = mask.to_dense(), case["heads"] // case["kv_heads"]
     given: Any = {"bias": visible} if case["name"] in BOOL else {"mask": mask}
-    batch, heads = (x if x > 1 else None for x in mask.shape[:2])
-    block_mask = create_block_mask(mod, batch, heads, *mask.shape[2:], device=device)
+    block_mask = flex_mask(case, mask, mod)
     flex = torch.compile(flex_attention) if device.type == "cuda" else flex_attention
 
     def of_flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
