@@ -192,8 +192,7 @@ def summary(rows: list[Json]) -> Iterator[str]:
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = common.parser(__doc__)
-    common.add_device(parser)
+    parser = common.parser(__doc__, device=True)
     add = parser.add_argument
     add("--before", type=Path, required=True, metavar="FOLDER", help="holds flash_ext/")
     add("--variants", nargs="*", choices=list(VARIANTS), help="default: all that run")

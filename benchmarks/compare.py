@@ -161,11 +161,12 @@ def main() -> int:
 
     for cell, found in common.progress(run(), len(cells), "cells"):
         recorder.add(cell.to_json(), {"providers": found}, **versions(providers))
-    recorder.close(missing)
-    bad = [r for line in recorder.lines for p in providers
-           if p.ours and (r := line["result"]["providers"].get(p.name, {})).get("skipped")
-           and not r.get("refused")]  # fmt: skip
-    return int(bool(bad))
+
+    def failed(result: Json) -> bool:
+        found = [result["providers"].get(p.name, {}) for p in providers if p.ours]
+        return any("skipped" in x and not x.get("refused") for x in found)
+
+    return recorder.close(failed, missing)
 
 
 if __name__ == "__main__":

@@ -105,7 +105,7 @@ def main() -> int:
         recorder.add(cell | {n: getattr(args, n) for n in ("heads", "d", "causal")}, result)
         if provider.ours and not is_linear(result):
             not_linear.append(f"{provider.name} {direction}")
-    recorder.close(missing)
+    recorder.close(missing=missing)
     if not_linear:
         print(f"NOT LINEAR (exponent {EXPONENT_LIMIT} or more, or stopped): {not_linear}")
     return 1 if not_linear else 0

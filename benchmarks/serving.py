@@ -186,23 +186,19 @@ def measure(cell: Json, timer: Timer, rounds: int) -> Json:
 @torch.no_grad()
 def main() -> int:
     """Run; the exit status is 1 if a call of flash_ext was wrong or failed."""
-    parser = common.parser(__doc__)
-    common.add_device(parser)
+    parser = common.parser(__doc__, device=True)
     tables = list(SIZES["tables"])
     parser.add_argument("--only", nargs="*", choices=tables, default=tables, help="some tables")
     parser.add_argument("--d", nargs="*", type=int, help="head dims, default 64 and 128")
     parser.add_argument("--rounds", type=int, default=15, help="calls of each kind")
     args = parser.parse_args()
     recorder = common.begin("serving", args)
-    timer, bad = Timer(recorder.device), False
+    timer = Timer(recorder.device)
     todo = [x for table in args.only for x in cells(table, not timer.cuda, args.d)]
     for cell in common.progress(todo, len(todo), "cells"):
-        found = measure(cell, timer, args.rounds)
-        recorder.add(cell, {"providers": found})
-        bad |= any("skipped" in found.get(name, {}) for name in OURS)
+        recorder.add(cell, {"providers": measure(cell, timer, args.rounds)})
         common.free_memory(recorder.device)  # one cell's graphs must not crowd out the next
-    recorder.close()
-    return int(bad)
+    return recorder.close(lambda r: any("skipped" in r["providers"].get(n, {}) for n in OURS))
 
 
 if __name__ == "__main__":
