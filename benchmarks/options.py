@@ -251,8 +251,7 @@ def add_rates(results: dict[str, Json], flops: float) -> None:
 def add_ratios(results: dict[str, Json], base: Callable[[str], str | None]) -> None:
     """Each call's time over that of the call that `base` names."""
     for name, result in results.items():
-        over = results.get(base(name) or "", {})
-        if "ms" in result and "ms" in over:
+        if "ms" in result and "ms" in (over := results.get(base(name) or "", {})):
             result["ratio"] = round(result["ms"] / over["ms"], 4)
 
 

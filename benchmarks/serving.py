@@ -25,7 +25,7 @@ import common
 import torch
 from cells import SHAPES
 from common import Json
-from fp8_providers import cudnn_handle, planned
+from fp8_providers import cudnn_graph, cudnn_handle, planned
 from providers import check, prepared
 from timing import Timer
 from torch import Tensor
@@ -125,8 +125,7 @@ class Case:
 
         types, handle = cudnn.data_type, cudnn_handle()
         kinds = {torch.int32: types.INT32, torch.bfloat16: types.BFLOAT16}
-        graph = cudnn.pygraph(io_data_type=types.BFLOAT16, intermediate_data_type=types.FLOAT,
-                              compute_data_type=types.FLOAT, handle=handle)  # fmt: skip
+        graph = cudnn_graph(types.BFLOAT16)
         used, (kt, vt) = self.used.view(-1, 1, 1, 1), self.caches.transpose(2, 3)
         given = {"q": self.q.transpose(1, 2), "k": kt, "v": vt, "used_k": used,
                  "used_q": torch.full_like(used, self.q.shape[1]),
