@@ -163,14 +163,11 @@ def compare(
             times[name] += timed["seconds"]
             launch_bound |= timed["launch_bound"]
     milliseconds = {n: round(statistics.median(t) * 1e3, 6) for n, t in times.items()}
-    ratio = round(milliseconds["before"] / milliseconds["now"], 4)
-    rounds = {"rounds": min(map(len, times.values()))}
-    return (
-        milliseconds
-        | {"ratio": ratio, "error": float(f"{errors[0]:.2g}")}
-        | rounds
-        | ({"launch_bound": True} if launch_bound else {})
-    )
+    found = {
+        "ratio": round(milliseconds["before"] / milliseconds["now"], 4),
+        "error": float(f"{errors[0]:.2g}"), "rounds": min(map(len, times.values())),
+    }  # fmt: skip
+    return milliseconds | found | ({"launch_bound": True} if launch_bound else {})
 
 
 def summary(rows: list[Json]) -> Iterator[str]:
@@ -192,8 +189,7 @@ def summary(rows: list[Json]) -> Iterator[str]:
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = common.parser(__doc__)
-    common.add_device(parser)
+    parser = common.parser(__doc__, device=True)
     add = parser.add_argument
     add("--before", type=Path, required=True, metavar="FOLDER", help="holds flash_ext/")
     add("--variants", nargs="*", choices=list(VARIANTS), help="default: all that run")
@@ -219,10 +215,8 @@ def main() -> int:
     ]
     if not jobs:
         raise SystemExit("no cell left: see --causal, --full, --fwd, --bwd")
-    folders = {
-        "before": args.before.resolve(),
-        "now": Path(flash_ext.__file__).resolve().parents[1],
-    }
+    now = Path(flash_ext.__file__).resolve().parents[1]
+    folders = {"before": args.before.resolve(), "now": now}
     builds = {name: Remote(folder, args.device) for name, folder in folders.items()}
     for name, folder in folders.items():
         if Path(builds[name].described["folder"]) != folder:
@@ -245,11 +239,9 @@ def main() -> int:
             for build in builds.values():
                 build.pool.shutdown()
     print("\n".join(summary(rows)))
-    failed = [r for r in rows if "failed" in r]
-    for row in failed:
+    for row in (r for r in rows if "failed" in r):
         print(f"FAILED: {row['variant']} {row['direction']} {place(row)}: {row['failed']}")
-    recorder.close()
-    return int(bool(failed))
+    return recorder.close(lambda result: "failed" in result)
 
 
 if __name__ == "__main__":

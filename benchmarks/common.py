@@ -93,11 +93,13 @@ def write_json(path: Path, content: Json) -> None:
     os.replace(partial, path)
 
 
-def parser(description: str | None) -> argparse.ArgumentParser:
-    """A parser whose help is a module's docstring as it is written."""
-    return argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parser(description: str | None, device: bool = False, **more: Any) -> argparse.ArgumentParser:
+    """A parser whose help is a module's docstring as it is written; `device`: of `add_device`."""
+    help_as_it_is = argparse.RawDescriptionHelpFormatter
+    made = argparse.ArgumentParser(description=description, formatter_class=help_as_it_is)
+    if device:
+        add_device(made, **more)
+    return made
 
 
 def add_device(parser: argparse.ArgumentParser, **more: Any) -> None:

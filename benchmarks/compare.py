@@ -3,10 +3,7 @@
     python benchmarks/compare.py                                 # the standard grid, everything
     python benchmarks/compare.py --variants fa2 --peers flash    # under a minute on an H200
     python benchmarks/compare.py --d 96 192                      # the grid at other head dims
-    python benchmarks/compare.py --set gqa decode prefill   # grouped heads, few queries, one prompt
-    python benchmarks/compare.py --set models                    # shapes of real models
-    python benchmarks/compare.py --set fp8                       # FP8 forward, beside bf16
-    python benchmarks/compare.py --set decode8                   # K and V in 8 bits, beside bf16
+    python benchmarks/compare.py --set gqa models fp8 decode8    # sets of shapes.toml
     python benchmarks/compare.py --sustained                     # back to back, at the power limit
     python benchmarks/compare.py --s 131072 --batch 1 --heads 32 --kv-heads 4 --sq 128
     python benchmarks/compare.py --device cpu                    # a smoke test
@@ -121,7 +118,7 @@ class Bench:
     def check(self, got: Any, provider: Provider, exact: list[Tensor]) -> float:
         """The largest relative error of a call's results; raises `Wrong`."""
         # Gradients come in the provider's layout, out in ours.
-        tensors = [provider.view(x) for x in got] if isinstance(got, tuple) else [got]
+        tensors = map(provider.view, got) if isinstance(got, tuple) else [got]
         pairs = zip(tensors, exact, strict=True)
         return check(((x[:, -want.shape[1] :], want) for x, want in pairs), provider.limits)
 
@@ -161,11 +158,12 @@ def main() -> int:
 
     for cell, found in common.progress(run(), len(cells), "cells"):
         recorder.add(cell.to_json(), {"providers": found}, **versions(providers))
-    recorder.close(missing)
-    bad = [r for line in recorder.lines for p in providers
-           if p.ours and (r := line["result"]["providers"].get(p.name, {})).get("skipped")
-           and not r.get("refused")]  # fmt: skip
-    return int(bool(bad))
+
+    def failed(result: Json) -> bool:
+        found = [result["providers"].get(p.name, {}) for p in providers if p.ours]
+        return any("skipped" in x and not x.get("refused") for x in found)
+
+    return recorder.close(failed, missing)
 
 
 if __name__ == "__main__":

@@ -118,12 +118,8 @@ def ours(ranks: Ranks, method: str, transport: str) -> Provider:
     """A method of this package."""
     leaves, dout = ranks.inputs(ranks.rows)
 
-    def forward() -> Tensor:
-        return cp.attention(
-            *leaves, causal=True, method=method, layout=LAYOUT, seqlen=ranks.cell.rows,
-            transport=transport,
-        )  # fmt: skip
-
+    given = {"layout": LAYOUT, "seqlen": ranks.cell.rows, "transport": transport}
+    forward = partial(cp.attention, *leaves, causal=True, method=method, **given)
     engines = symmetric.has_engines(transport, dist.group.WORLD, ranks.device)
     facts = {"transport": "copy_engines" if engines else "collectives"}
     return Provider(forward, tuple(leaves), dout, facts=facts)
@@ -157,11 +153,11 @@ class Kernels:
             local.forward(call, self.q, self.k, self.v, {})
 
     def backward_of(self, out: object) -> Callable[[], None]:
+        given = self.dout, None, self.q, self.k, self.v, self.out, self.lse, {}
+
         def backward() -> None:
             for call in self.calls:
-                local.backward(
-                    call, self.dout, None, self.q, self.k, self.v, self.out, self.lse, {}
-                )
+                local.backward(call, *given)
 
         return backward
 
@@ -182,10 +178,8 @@ def torchs(ranks: Ranks, rotation: str) -> Provider:
     def around() -> Iterator[None]:
         set_rotate_method(rotation)
         buffers = [torch.zeros(2 * cell.ranks, device=ranks.device)]  # it cannot do without one
-        with (
-            sdpa_kernel(SDPBackend.CUDNN_ATTENTION),
-            context_parallel(mesh, buffers=buffers, buffer_seq_dims=[0]),
-        ):
+        parallel = context_parallel(mesh, buffers=buffers, buffer_seq_dims=[0])
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), parallel:
             yield
 
     return Provider(

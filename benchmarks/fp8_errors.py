@@ -64,8 +64,7 @@ def outlier_errors(
 
 def main() -> int:
     """Run."""
-    parser = common.parser(__doc__)
-    common.add_device(parser)
+    parser = common.parser(__doc__, device=True)
     args = parser.parse_args()
     recorder = common.begin("fp8_errors", args)
     cuda = recorder.device.type == "cuda"
@@ -84,8 +83,7 @@ def main() -> int:
             for name in found[0]
         }
         recorder.add(cell, {"methods": methods})
-    recorder.close()
-    return 0
+    return recorder.close()
 
 
 if __name__ == "__main__":

@@ -87,11 +87,10 @@ class Method:
             generator = torch.Generator().manual_seed(seed)
             signs = fp8.random_signs(q.shape[-1], generator=generator).to(q.device)
         mean = fp8.token_mean(k) if self.smooth else None
-        pairs = (
-            fp8.quantize(q, self.qk_dtype, scales=self.scales, signs=signs),
-            fp8.quantize(k, self.qk_dtype, scales=self.scales, signs=signs, mean=mean),
-            fp8.quantize(v, scales=self.scales_v),
+        of_qk = functools.partial(
+            fp8.quantize, dtype=self.qk_dtype, scales=self.scales, signs=signs
         )
+        pairs = of_qk(q), of_qk(k, mean=mean), fp8.quantize(v, scales=self.scales_v)
         numbers, descales = zip(*pairs, strict=True)
         return Quantized(*numbers, *descales)
 
@@ -190,6 +189,15 @@ def cudnn_handle() -> Any:
     return handle
 
 
+def cudnn_graph(io_type: Any) -> Any:
+    """An empty graph of cuDNN's, which computes in float32."""
+    cudnn = importlib.import_module("cudnn")
+    return cudnn.pygraph(
+        io_data_type=io_type, intermediate_data_type=cudnn.data_type.FLOAT,
+        compute_data_type=cudnn.data_type.FLOAT, handle=cudnn_handle(),
+    )  # fmt: skip
+
+
 def planned(graph: Any, device: torch.device) -> Tensor:
     """Chooses the kernels of a graph of cuDNN's; returns its workspace."""
     modes = importlib.import_module("cudnn").heur_mode
@@ -212,14 +220,8 @@ class CudnnFp8(QuantizedProvider):
     P_SCALE = 16.0
 
     def prepare(self, x: Quantized, causal: bool) -> Callable[[], Tensor]:
-        cudnn = importlib.import_module("cudnn")
-        types, handle = cudnn.data_type, cudnn_handle()
-        graph = cudnn.pygraph(
-            io_data_type=types.FP8_E4M3,
-            intermediate_data_type=types.FLOAT,
-            compute_data_type=types.FLOAT,
-            handle=handle,
-        )
+        types, handle = importlib.import_module("cudnn").data_type, cudnn_handle()
+        graph = cudnn_graph(types.FP8_E4M3)
 
         def tensor(name: str, like: Tensor) -> Any:
             heads_first = like.transpose(1, 2)

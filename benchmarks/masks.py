@@ -11,22 +11,22 @@ each query head. Then the time to make the mask. No call is timed before it agre
 
 from __future__ import annotations
 
-import functools
 import itertools
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import common
 import torch
 from cells import SHAPES
 from common import Json
-from options import CPU, MIX
-from providers import attempt, check
+from options import sizes_on
+from providers import PEERS, check, prepared
 from timing import Timer
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 import flash_ext
 from flash_ext import Mask
@@ -39,45 +39,41 @@ BOOL = ("key padding", "random")  # given as bool tensors
 
 def cases(device: torch.device) -> list[Json]:
     """The shapes; on a CPU small ones."""
+    small = SHAPES["masks"]["cpu"] if device.type == "cpu" else {}
     found = [{"batch": 1} | SHAPES["masks"]["all"] | x for x in SHAPES["masks"]["shapes"]]
-    if device.type == "cpu":
-        small = {"seqlen": 256, "heads": 4, "kv_heads": 2, "n": 40, "window": 60}
-        found = [x | {name: n for name, n in small.items() if name in x} for x in found]
-    return found
+    return [x | {name: n for name, n in small.items() if name in x} for x in found]
 
 
 def masks_of(case: Json, device: torch.device) -> tuple[Callable[[], Mask], Mod]:
     """What makes the mask, and the same as FlexAttention's mask_mod."""
     name, seqlen, n = case["name"], case["seqlen"], case.get("n", 0)
-    blocks = -(-seqlen // 128)
     if name == "prefix":
         return lambda: Mask.prefix(n, seqlen, device=device), lambda b, h, i, j: (j <= i) | (j < n)
     if name == "sinks":
         width = case["window"]
-        make = lambda: Mask.sinks(n, (width - 1, 0), seqlen, device=device)  # noqa: E731
+        make = partial(Mask.sinks, n, (width - 1, 0), seqlen, device=device)
         return make, lambda b, h, i, j: (j <= i) & ((i - j < width) | (j < n))
     if name == "blocks":
+        blocks = -(-seqlen // 128)
         count = max(1, int(case["share"] * blocks))
         scores = torch.rand(1, case["heads"], blocks, blocks, device=device)
         index = scores.argsort(-1)[..., :count].contiguous()
         counts = torch.full(index.shape[:3], count, device=device)
         shown = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, index, True)[0]
-        make = lambda: Mask.blocks(index, counts, seqlen, seqlen)  # noqa: E731
+        make = partial(Mask.blocks, index, counts, seqlen, seqlen)
         return make, lambda b, h, i, j: shown[h, i // 128, j // 128]
-    if name in BOOL:
-        shape = (case["batch"], 1, 1, seqlen) if name == "key padding" else (1, 1, seqlen, seqlen)
-        if name == "random":
-            visible = torch.rand(shape, device=device) < case["share"]
-            return lambda: Mask.dense(visible), lambda b, h, i, j: visible[0, 0, i, j]
+    if name == "random":
+        visible = torch.rand(1, 1, seqlen, seqlen, device=device) < case["share"]
+        return partial(Mask.dense, visible), lambda b, h, i, j: visible[0, 0, i, j]
+    if name == "key padding":
         lengths = torch.linspace(0.4, 1, case["batch"], device=device).mul(seqlen).long()
         visible = torch.arange(seqlen, device=device) < lengths.view(-1, 1, 1, 1)
-        make = lambda: Mask.dense(visible, seqlen_q=seqlen)  # noqa: E731
-        return make, lambda b, h, i, j: j < lengths[b]
-    mix, causal = (MIX if device.type == "cuda" else CPU.mix), "causal" in name
-    ends = [min(x, seqlen) for x in itertools.accumulate(mix, initial=0)]
+        return partial(Mask.dense, visible, seqlen_q=seqlen), lambda b, h, i, j: j < lengths[b]
+    causal = "causal" in name
+    ends = [min(x, seqlen) for x in itertools.accumulate(sizes_on(device).mix, initial=0)]
     offsets = torch.tensor([*ends[:-1], seqlen], dtype=torch.int32, device=device)
     ids = torch.searchsorted(offsets, torch.arange(seqlen, device=device), right=True)
-    make = lambda: Mask.documents(cu_seqlens=offsets, seqlen=seqlen, causal=causal)  # noqa: E731
+    make = partial(Mask.documents, cu_seqlens=offsets, seqlen=seqlen, causal=causal)
     return make, lambda b, h, i, j: (ids[i] == ids[j]) & ((i >= j) if causal else (i >= 0))
 
 
@@ -91,95 +87,81 @@ def flex_mask(case: Json, mask: Mask, mod: Mod) -> BlockMask:
     return BlockMask.from_kv_blocks(torch.zeros_like(counts), index, counts, index, mask_mod=mod)
 
 
-def providers(case: Json, mask: Mask, mod: Mod, device: torch.device) -> dict[str, Attend]:
+def attends(case: Json, mask: Mask, mod: Mod, device: torch.device) -> dict[str, Attend]:
     """The calls, ours first."""
     visible, group = mask.to_dense(), case["heads"] // case["kv_heads"]
     given: Any = {"bias": visible} if case["name"] in BOOL else {"mask": mask}
     block_mask = flex_mask(case, mask, mod)
-    flex = torch.compile(flex_attention) if device.type == "cuda" else flex_attention
+    compiled = torch.compile(flex_attention) if device.type == "cuda" else flex_attention
 
-    def of_flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return flex(q, k, v, block_mask=block_mask, enable_gqa=True).transpose(1, 2)
+        return compiled(q, k, v, block_mask=block_mask, enable_gqa=True).transpose(1, 2)
 
-    def of_sdpa(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def sdpa(backend: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        if group > 1:
-            k, v = (x.repeat_interleave(group, 1) for x in (k, v))
-        with sdpa_kernel(backend):
-            call = torch.nn.functional.scaled_dot_product_attention
-            return call(q, k, v, attn_mask=visible).transpose(1, 2)
+        k, v = (x.repeat_interleave(group, 1) if group > 1 else x for x in (k, v))
+        with PEERS[backend]().around():
+            return scaled_dot_product_attention(q, k, v, attn_mask=visible).transpose(1, 2)
 
-    peers = {"flex": of_flex}
-    if device.type == "cuda":
-        names = {"efficient": SDPBackend.EFFICIENT_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
-        peers |= {name: functools.partial(of_sdpa, x) for name, x in names.items()}
-    return {
-        "flash_ext": functools.partial(flash_ext.attention, **given),
-        PLAIN: flash_ext.attention,
-    } | peers
+    backends = ("efficient", "cudnn") if device.type == "cuda" else ()
+    ours = {"flash_ext": partial(flash_ext.attention, **given), PLAIN: flash_ext.attention}
+    return ours | {"flex": flex} | {name: partial(sdpa, name) for name in backends}
 
 
-def times(case: Json, device: torch.device, rounds: int) -> Json:
+def times(case: Json, timer: Timer, rounds: int) -> Json:
     """Of every call in both directions, and of making the mask."""
-    make, mod = masks_of(case, device)
-    mask, timer, results = make(), Timer(device), {}
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    heads = case["heads"], case["kv_heads"], case["kv_heads"]
+    make, mod = masks_of(case, timer.device)
+    mask, results = make(), {}
+    dtype = torch.bfloat16 if timer.cuda else torch.float32
+    heads, group = (case["heads"], *[case["kv_heads"]] * 2), case["heads"] // case["kv_heads"]
     shapes = [(case["batch"], case["seqlen"], n, case["d"]) for n in heads]
-    q, k, v = (torch.randn(x, dtype=dtype, device=device) for x in shapes)
+    q, k, v = (torch.randn(x, dtype=dtype, device=timer.device) for x in shapes)
     leaves, dout = [x.clone().requires_grad_() for x in (q, k, v)], torch.randn_like(q)
-    group = heads[0] // heads[1]
-    few = q[:, :, :group].float(), k[:, :, :1].float(), v[:, :, :1].float()
-    shown = mask.to_dense()[:, :group]
-    want, _ = flash_ext.reference.attention(*(x[:1] for x in few), bias=shown[:1])
-    for direction in ("forward", "both"):
-        ready = {}
-        for name, attend in providers(case, mask, mod, device).items():
+    few = (x[:1, :, :n].float() for x, n in ((q, group), (k, 1), (v, 1)))
+    shown = mask.to_dense()[:1, :group]
+    want, _ = flash_ext.reference.attention(*few, bias=shown)
 
-            def run(attend: Attend = attend, direction: str = direction) -> tuple[Tensor, ...]:
-                if direction == "forward":
-                    with torch.no_grad():
-                        return (attend(q, k, v),)
-                return torch.autograd.grad(attend(*leaves), leaves, dout)
+    def forward(attend: Attend) -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            return (attend(q, k, v),)
 
-            def prepare(
-                run: Callable[[], Any] = run, exact: bool = direction == "forward" and name != PLAIN
-            ) -> Callable[[], Any]:
-                found = run()
-                if exact:
-                    check([(found[0][:1, :, :group], want)])
-                return run
+    def both(attend: Attend) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(attend(*leaves), leaves, dout)
 
-            call, reason = attempt(prepare)
-            if call is None:
-                results[f"{name} {direction}"] = reason
-            else:
-                ready[f"{name} {direction}"] = call
-        results |= timer.timed(ready, 0, rounds)
+    def prepare(name: str, attend: Attend, way: Callable[..., Any]) -> Callable[[], object]:
+        found = way(attend)
+        if way is forward and name != PLAIN:
+            check([(found[0][:1, :, :group], want)])
+        return partial(way, attend)
+
+    for way in (forward, both):
+        every = attends(case, mask, mod, timer.device).items()
+        ready, reasons = prepared(
+            {f"{name} {way.__name__}": partial(prepare, name, x, way) for name, x in every}
+        )
+        results |= reasons | timer.timed(ready, 0, rounds)
     results |= timer.timed({"make": make}, 0, rounds)
     return {"results": results, "density": round(float(mask.density()), 5)}
 
 
 def main() -> int:
     """Run; the exit status is 1 if a call of flash_ext was wrong or failed."""
-    parser = common.parser(__doc__)
-    common.add_device(parser)
+    parser = common.parser(__doc__, device=True)
     parser.add_argument("--only", nargs="*", help="the names of masks")
     parser.add_argument("--rounds", type=int, default=15, help="calls of each kind")
     args = parser.parse_args()
     recorder = common.begin("masks", args)
+    timer = Timer(recorder.device)
     chosen = [x for x in cases(recorder.device) if not args.only or x["name"] in args.only]
-    bad = False
     for case in common.progress(chosen, len(chosen), "masks"):
-        found = times(case, recorder.device, args.rounds)
-        recorder.add(case, found)
-        ours = [x for name, x in found["results"].items() if name.startswith(("flash_ext", PLAIN))]
-        bad |= any("ms" not in x for x in ours)
+        recorder.add(case, times(case, timer, args.rounds))
         torch.compiler.reset()
         common.free_memory(recorder.device)
-    recorder.close()
-    return int(bad)
+    return recorder.close(
+        lambda found: any("ms" not in x for name, x in found["results"].items()
+                          if name.startswith(("flash_ext", PLAIN)))
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

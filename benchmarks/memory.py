@@ -35,13 +35,10 @@ def exponent(points: dict[int, int]) -> float:
 
 
 def measure(
-    provider: Provider,
-    direction: str,
-    seqlens: list[int],
-    args: argparse.Namespace,
-    device: torch.device,
+    provider: Provider, direction: str, seqlens: list[int], args: argparse.Namespace
 ) -> Json:
     """Bytes per sequence length, until a length no longer fits or runs, and the fit."""
+    device = torch.device(args.device)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     points: dict[int, int] = {}
     end: Json = {}
@@ -100,15 +97,15 @@ def main() -> int:
     jobs = [(provider, direction) for provider in providers for direction in DIRECTIONS]
     not_linear = []
     for provider, direction in common.progress(jobs, len(jobs), "memory"):
-        result = measure(provider, direction, seqlens, args, device)
+        result = measure(provider, direction, seqlens, args)
         cell = {"provider": provider.name, "direction": direction, "batch": 1}
         recorder.add(cell | {n: getattr(args, n) for n in ("heads", "d", "causal")}, result)
         if provider.ours and not is_linear(result):
             not_linear.append(f"{provider.name} {direction}")
-    recorder.close(missing)
+    recorder.close(missing=missing)
     if not_linear:
         print(f"NOT LINEAR (exponent {EXPONENT_LIMIT} or more, or stopped): {not_linear}")
-    return 1 if not_linear else 0
+    return int(bool(not_linear))
 
 
 if __name__ == "__main__":

@@ -32,10 +32,12 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace as Namespace
 from typing import Any
 
 import common
 import torch
+from cells import SHAPES
 from common import Json
 from providers import Provider, check, collect, prepared, refusal, running
 from timing import Timer
@@ -54,49 +56,18 @@ MEASURED = (
     *itertools.product(("fa3", "fa2"), ("forward", "backward")), ("fa1", "forward"),
 )  # fmt: skip
 MIXED = MEASURED[:4]
-OPTIONS = {  # in words
-    PLAIN: "no option beside causal",
-    "window": "each query sees a quarter of S keys at most",
-    "GQA 4": "four query heads share a key head",
-    "softcap": "softcap=50",
-    "ALiBi": "slopes (H)",
-    "bias": "(1, H, S, S), without gradient",
-    "gradient of bias": "the same, with gradient",
-    "bool mask": "(B, 1, S, S), 90 % True",
-    "sink": "with gradient",
-    "dropout": "dropout_p=0.1",
-    "seqused_k": "every key of every sequence",
-    "varlen": "the same sequences, packed",
-    "unaligned rows": "row strides that are no multiple of 16 bytes",
-    "Dv half of D": "a quarter fewer FLOPs forward",
-    "gradient of lse": "the loss uses out and lse",
-    "deterministic": "deterministic=True",
-}
-BIASES = {  # by head dim: batch, tokens and heads of the fourth table
-    32: (*((n, n, 4) for n in (256, 384, 512, 768, 1024)), (4, 1536, 16), (1024, 49, 12)),
-    64: ((384, 384, 16), (8, 1024, 12), (4, 2048, 16), (2, 4096, 16), (1, 8192, 16)),
-    128: ((8, 1024, 16), (4, 2048, 16), (2, 4096, 16), (1, 8192, 16)),
-}
+SIZES = SHAPES["options"]
+OPTIONS: dict[str, str] = SIZES["words"]
+BIASES = {int(d): shapes for d, shapes in SIZES["biases"].items()}  # by head dim
 BIAS_PEERS = ("efficient", "cudnn")
 BACKWARD_ONLY = ("gradient of bias", "gradient of lse", "deterministic")
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes of all tables."""
-
-    batch: int
-    seqlen: int
-    heads: int
-    head_dims: tuple[int, ...]
-    mix: tuple[int, ...]  # lengths of the second table: drawn from a log-normal distribution
-    hidden: int
-    dtype: torch.dtype
-
-
-MIX = (13, 8192, 187, 1019, 252, 1099, 520, 585, 39, 1251, 91, 418, 15, 294, 1059, 1350)
-GPU = Sizes(4, 4096, 16, (64, 128), MIX, 2048, torch.bfloat16)
-CPU = Sizes(1, 24, 4, (64, 128), (13, 33, 1, 20), 128, torch.float32)
+def sizes_on(device: torch.device) -> Namespace:
+    """The sizes of all tables on a device."""
+    cpu = device.type == "cpu"
+    dtype = torch.float32 if cpu else torch.bfloat16
+    return Namespace(**SIZES["cpu" if cpu else "cuda"], dtype=dtype)
 
 
 @dataclass(frozen=True)
@@ -231,7 +202,7 @@ def backward(
     return run
 
 
-def option_calls(sizes: Sizes, d: int, causal: bool, device: torch.device) -> dict[str, Call]:
+def option_calls(sizes: Namespace, d: int, causal: bool, device: torch.device) -> dict[str, Call]:
     """The plain call, and for each of ``OPTIONS`` the same call with it."""
     batch, seqlen, heads = sizes.batch, sizes.seqlen, sizes.heads
     normal = functools.partial(torch.randn, dtype=sizes.dtype, device=device)
@@ -280,8 +251,7 @@ def add_rates(results: dict[str, Json], flops: float) -> None:
 def add_ratios(results: dict[str, Json], base: Callable[[str], str | None]) -> None:
     """Each call's time over that of the call that `base` names."""
     for name, result in results.items():
-        over = results.get(base(name) or "", {})
-        if "ms" in result and "ms" in over:
+        if "ms" in result and "ms" in (over := results.get(base(name) or "", {})):
             result["ratio"] = round(result["ms"] / over["ms"], 4)
 
 
@@ -324,7 +294,7 @@ class Bench:
         """The (variant, direction) pairs that run on this device with this head dim."""
         return [(v, way) for v, way in kinds if v in running(self.device, d, way != "forward")]
 
-    def options(self, sizes: Sizes, d: int, causal: bool) -> Iterator[tuple[Json, Json]]:
+    def options(self, sizes: Namespace, d: int, causal: bool) -> Iterator[tuple[Json, Json]]:
         """The first table's cells of one head dim and mask."""
         calls = option_calls(sizes, d, causal, self.device)
         for variant, direction in self.those_that_run(MEASURED, d):
@@ -340,7 +310,7 @@ class Bench:
             add_ratios(results, lambda _: PLAIN)
             yield {"variant": variant, "direction": direction}, results | refused
 
-    def mix(self, sizes: Sizes, d: int, causal: bool) -> Iterator[tuple[Json, Json]]:
+    def mix(self, sizes: Namespace, d: int, causal: bool) -> Iterator[tuple[Json, Json]]:
         """The second table's cells of one head dim and mask."""
         lengths = sizes.mix
         heads = max(1, sizes.hidden // d)
@@ -357,7 +327,7 @@ class Bench:
             add_rates(results, flops if direction == "forward" else 2.5 * flops)
             yield {"variant": variant, "direction": direction, "heads": heads}, results
 
-    def deterministic(self, sizes: Sizes, d: int, causal: bool) -> Iterator[tuple[Json, Json]]:
+    def deterministic(self, sizes: Namespace, d: int, causal: bool) -> Iterator[tuple[Json, Json]]:
         """The third table's cell of one head dim and mask."""
         normal = functools.partial(torch.randn, dtype=sizes.dtype, device=self.device)
         shape = (sizes.batch, sizes.seqlen, sizes.heads, d)
@@ -379,11 +349,11 @@ class Bench:
         add_ratios(results, lambda n: n.removesuffix(REPEATS) if n.endswith(REPEATS) else None)
         yield {"direction": "backward"}, results
 
-    def bias(self, sizes: Sizes, d: int, causal: bool) -> Iterator[tuple[Json, Json]]:
+    def bias(self, sizes: Namespace, d: int, causal: bool) -> Iterator[tuple[Json, Json]]:
         """The fourth table's cells of one head dim."""
         normal = functools.partial(torch.randn, dtype=sizes.dtype, device=self.device)
         on_gpu = self.device.type == "cuda"
-        shapes = BIASES[d] if on_gpu else ((2, 40, 2),)
+        shapes = BIASES[d] if on_gpu else [(2, 40, 2)]
         providers, _ = collect([], list(BIAS_PEERS) if on_gpu else [])
         for direction, (batch, seqlen, heads) in itertools.product(("forward", "backward"), shapes):
             q, k, v = (normal(batch, seqlen, heads, d) for _ in range(3))
@@ -401,7 +371,7 @@ class Bench:
             common.free_memory(self.device)
 
 
-def size_of(table: str, sizes: Sizes) -> Json:
+def size_of(table: str, sizes: Namespace) -> Json:
     """What the cells of a table have in common."""
     cell: Json = {"batch": sizes.batch, "seqlen": sizes.seqlen, "heads": sizes.heads}
     if table == "bias":
@@ -412,24 +382,23 @@ def size_of(table: str, sizes: Sizes) -> Json:
     return {"dtype": str(sizes.dtype).removeprefix("torch.")} | cell
 
 
-def failed(results: Json) -> bool:
+def failed(result: Json) -> bool:
     """Whether a call of flash_ext was wrong or failed."""
     peers = "varlen_attn", *REPEATING[1], *BIAS_PEERS
     return any("skipped" in r and "refused" not in r and name.removesuffix(REPEATS) not in peers
-               for name, r in results.items())  # fmt: skip
+               for name, r in result["results"].items())  # fmt: skip
 
 
 def main() -> int:
     """Run; the exit status is 1 if a call of flash_ext was wrong or failed."""
-    parser = common.parser(__doc__)
+    parser = common.parser(__doc__, device=True)
     add = parser.add_argument
-    common.add_device(parser)
     add("--only", choices=TABLES, help="one of the tables")
     add("--d", nargs="*", type=int, help="head dims, default 64 and 128")
     add("--rounds", type=int, default=15, help="calls of each kind")
     args = parser.parse_args()
     recorder = common.begin("options", args)
-    sizes = GPU if recorder.device.type == "cuda" else CPU
+    sizes = sizes_on(recorder.device)
     bench = Bench(recorder.device, args.rounds)
     tables = [args.only] if args.only else list(TABLES)
     shapes = [
@@ -438,15 +407,12 @@ def main() -> int:
         for d in args.d or (BIASES if table == "bias" else sizes.head_dims)
         for causal in ((False,) if table == "bias" else (False, True))
     ]
-    bad = False
     for name, d, causal in common.progress(shapes, len(shapes), "cells"):
         for cell, results in getattr(bench, name)(sizes, d, causal):
             whole = {"table": name} | size_of(name, sizes) | cell | {"d": d, "causal": causal}
             recorder.add(whole, {"results": results})
-            bad |= failed(results)
         common.free_memory(recorder.device)
-    recorder.close()
-    return int(bad)
+    return recorder.close(failed)
 
 
 if __name__ == "__main__":

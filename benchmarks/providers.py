@@ -187,9 +187,8 @@ BEST, BEST_OF = "best_peer", ("cudnn", "flash_attn_4")
 
 def command_line(description: str | None, peers: Iterable[str]) -> argparse.ArgumentParser:
     """A parser of what every benchmark of providers takes: --device, --variants, --peers."""
-    parser = common.parser(description)
+    parser = common.parser(description, device=True)
     add = parser.add_argument
-    common.add_device(parser)
     add("--variants", nargs="*", choices=list(VARIANTS), help="default: all that run")
     add("--peers", nargs="*", default=list(peers), choices=list(PEERS))
     return parser

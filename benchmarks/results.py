@@ -17,7 +17,7 @@ import functools
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -116,13 +116,17 @@ class Recorder:
             append(self.path, [line])
         return line
 
-    def close(self, missing: Json | None = None) -> None:
-        """Say where the results are, and why peers are missing."""
+    def close(
+        self, failed: Callable[[Json], object] = lambda result: False, missing: Json | None = None
+    ) -> int:
+        """Say where the results are, and why peers are missing. Returns the exit status of the
+        script: 1 if one of the results `failed`."""
         for name, reason in (missing or {}).items():
             print(f"  not importable: {name}: {reason}")
         where = f"written to {self.path}" if self.path else "not written (--record, --out)"
         about = [f"{name} {self.setup[name]}" for name in ("torch", "kernels", "digest")]
         print(f"\n{self.setup['device']}, {', '.join(about)}: {len(self.lines)} cells, {where}")
+        return int(any(failed(line["result"]) for line in self.lines))
 
 
 def words(cell: Json) -> str:

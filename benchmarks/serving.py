@@ -25,7 +25,7 @@ import common
 import torch
 from cells import SHAPES
 from common import Json
-from fp8_providers import cudnn_handle, planned
+from fp8_providers import cudnn_graph, cudnn_handle, planned
 from providers import check, prepared
 from timing import Timer
 from torch import Tensor
@@ -125,8 +125,7 @@ class Case:
 
         types, handle = cudnn.data_type, cudnn_handle()
         kinds = {torch.int32: types.INT32, torch.bfloat16: types.BFLOAT16}
-        graph = cudnn.pygraph(io_data_type=types.BFLOAT16, intermediate_data_type=types.FLOAT,
-                              compute_data_type=types.FLOAT, handle=handle)  # fmt: skip
+        graph = cudnn_graph(types.BFLOAT16)
         used, (kt, vt) = self.used.view(-1, 1, 1, 1), self.caches.transpose(2, 3)
         given = {"q": self.q.transpose(1, 2), "k": kt, "v": vt, "used_k": used,
                  "used_q": torch.full_like(used, self.q.shape[1]),
@@ -186,23 +185,19 @@ def measure(cell: Json, timer: Timer, rounds: int) -> Json:
 @torch.no_grad()
 def main() -> int:
     """Run; the exit status is 1 if a call of flash_ext was wrong or failed."""
-    parser = common.parser(__doc__)
-    common.add_device(parser)
+    parser = common.parser(__doc__, device=True)
     tables = list(SIZES["tables"])
     parser.add_argument("--only", nargs="*", choices=tables, default=tables, help="some tables")
     parser.add_argument("--d", nargs="*", type=int, help="head dims, default 64 and 128")
     parser.add_argument("--rounds", type=int, default=15, help="calls of each kind")
     args = parser.parse_args()
     recorder = common.begin("serving", args)
-    timer, bad = Timer(recorder.device), False
+    timer = Timer(recorder.device)
     todo = [x for table in args.only for x in cells(table, not timer.cuda, args.d)]
     for cell in common.progress(todo, len(todo), "cells"):
-        found = measure(cell, timer, args.rounds)
-        recorder.add(cell, {"providers": found})
-        bad |= any("skipped" in found.get(name, {}) for name in OURS)
+        recorder.add(cell, {"providers": measure(cell, timer, args.rounds)})
         common.free_memory(recorder.device)  # one cell's graphs must not crowd out the next
-    recorder.close()
-    return int(bad)
+    return recorder.close(lambda r: any("skipped" in r["providers"].get(n, {}) for n in OURS))
 
 
 if __name__ == "__main__":

@@ -163,8 +163,7 @@ def probe(device: torch.device) -> Json:
 
 def main() -> int:
     """Ask the device everything."""
-    parser = common.parser(__doc__)
-    common.add_device(parser)
+    parser = common.parser(__doc__, device=True)
     args = parser.parse_args()
     recorder = common.begin("support", args)
     for name, by_variant in probe(recorder.device).items():
@@ -172,8 +171,7 @@ def main() -> int:
         for variant, by_direction in by_variant.items():
             words = [f"{d} {reason or 'yes'}" for d, reason in by_direction.items()]
             print(f"  {variant}: {', '.join(words)}")
-    recorder.close()
-    return 0
+    return recorder.close()
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ from dataclasses import dataclass, replace
 
 import common
 import torch
+from cells import SHAPES
 from common import Json
 from providers import PEERS, VARIANTS, Provider, attempt, collect, running
 from timing import step_times
@@ -58,21 +59,13 @@ class Size:
     layers: int
     heads: int
     width: int
-    seqlens: tuple[int, ...]
+    seqlens: list[int]
     causal: bool = True
     kv_heads: int = 0  # 0: heads
-    rate: float = 1e-4  # AdamW's, at once: six times that enlarges roundings (docs/notes/010)
+    rate: float = 1e-4
 
 
-MODELS = {
-    "small": Size(12, 12, 768, (1024, 8192)),
-    "medium": Size(24, 16, 1024, (1024,)),
-    # At the others' rate a model so wide diverges.
-    "llama": Size(4, 32, 4096, (4096, 16384), kv_heads=8, rate=5e-5),
-    "bert-large": Size(24, 16, 1024, (512,), causal=False),
-    "tiny": Size(2, 2, 32, (16, 64)),  # smoke tests
-    "tiny-llama": Size(2, 4, 64, (16,), kv_heads=2),
-}
+MODELS = {name: Size(**fields) for name, fields in SHAPES["train"].items()}
 MEGABYTES = 1  # of text: many times what the steps read
 WARM_UP = 3
 SDPA = "sdpa"
@@ -240,9 +233,8 @@ class Bench:
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = common.parser(__doc__)
+    parser = common.parser(__doc__, device=True, choices=["cuda", "cpu"])
     add = parser.add_argument
-    common.add_device(parser, choices=["cuda", "cpu"])
     add("--model", nargs="+", choices=list(MODELS), help="default: small, on a CPU tiny")
     add("--seq", nargs="+", type=int, help="sequence lengths, default: the model's")
     add("--providers", nargs="+", choices=[*VARIANTS, SDPA, *PEERS],
@@ -271,15 +263,17 @@ def main() -> int:
     if SDPA in args.providers:
         providers.insert(len(ours), sdpa())
     bench = Bench(args, providers)
-    bad = False
     models = args.model or ["tiny" if args.device == "cpu" else "small"]
     sizes = [(m, s) for m in models for s in args.seq or MODELS[m].seqlens]
     for model, seqlen in common.progress(sizes, len(sizes), "cells"):
-        found = recorder.add(*bench.cell(model, seqlen))["result"]["providers"]
-        bad |= any("skipped" in found[n] and "cpu_bound" not in found[n] for n in ours)
+        recorder.add(*bench.cell(model, seqlen))
         common.free_memory(bench.device)
-    recorder.close(missing)
-    return int(bad)
+
+    def failed(result: Json) -> bool:
+        found = [result["providers"][name] for name in ours]
+        return any("skipped" in x and "cpu_bound" not in x for x in found)
+
+    return recorder.close(failed, missing)
 
 
 if __name__ == "__main__":

@@ -11,13 +11,14 @@ calls, fits both constants to the ratios of the times, and prints for each call 
 fastest, which one today's constants choose and which one the new constants choose, with the time
 that a wrong choice costs. For few queries the same with the number of splits and `decode_splits`.
 
-Today's constants stand here too (`ROWS`, `SplitCosts`); a test compares them with csrc. Tiles are
-forced by FLASH_EXT_FORCE_TILE, splits by FLASH_EXT_FORCE_SPLITS, which plans read if
-FLASH_EXT_TUNE was set when the kernels were first called.
+Today's constants stand here too (`SplitCosts`, and `tune` in shapes.toml); a test compares them
+with csrc. Tiles are forced by FLASH_EXT_FORCE_TILE, splits by FLASH_EXT_FORCE_SPLITS, which plans
+read if FLASH_EXT_TUNE was set when the kernels were first called.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import os
@@ -30,12 +31,12 @@ from typing import Any, NamedTuple
 
 import common
 import torch
+from cells import SHAPES
 from timing import Timer
 from torch import Tensor
 
-SWITCH, TILE_HOOK, SPLITS_HOOK = (
-    "FLASH_EXT_TUNE", "FLASH_EXT_FORCE_TILE", "FLASH_EXT_FORCE_SPLITS"
-)  # fmt: skip
+HOOKS = "FLASH_EXT_TUNE", "FLASH_EXT_FORCE_TILE", "FLASH_EXT_FORCE_SPLITS"
+SWITCH, TILE_HOOK, SPLITS_HOOK = HOOKS
 TILES = ("small_q", "usual", "long_keys")  # as Fa3ForwardTile has them
 USUAL = "usual"
 MOST_OVERHEAD = 512
@@ -56,9 +57,8 @@ class Cost(NamedTuple):
     overhead: int = 64
 
     def __str__(self) -> str:
-        return (
-            f"{{{self.percent}}}" if self.overhead == 64 else f"{{{self.percent}, {self.overhead}}}"
-        )
+        overhead = f", {self.overhead}" if self.overhead != 64 else ""
+        return f"{{{self.percent}{overhead}}}"
 
 
 class Tile(NamedTuple):
@@ -82,23 +82,11 @@ class Row:
         return self.alike if call.alike else self.differ
 
 
-# The rows of kFa3Forward and kFa3ForwardFp8 that have something to choose. FP8 has one percent for
-# all calls.
-ROWS = (
-    Row((32, 32), False,
-        {"small_q": Tile(128, 128), USUAL: Tile(256, 64), "long_keys": Tile(256, 80)},
-        {"small_q": Cost(112), USUAL: Cost(), "long_keys": Cost(98, 72)},
-        {"small_q": Cost(110), USUAL: Cost(), "long_keys": Cost(96, 208)}),
-    Row((64, 64), False,
-        {"small_q": Tile(128, 128), USUAL: Tile(256, 64), "long_keys": Tile(192, 96)},
-        {"small_q": Cost(112), USUAL: Cost(), "long_keys": Cost(98)},
-        {"small_q": Cost(109, 80), USUAL: Cost(), "long_keys": Cost(99, 155)}),
-    Row((96, 96), False,
-        {"small_q": Tile(128, 128), USUAL: Tile(192, 64)},
-        {"small_q": Cost(110), USUAL: Cost()}, {"small_q": Cost(105), USUAL: Cost()}),
-    Row((64, 64), True,
-        {"small_q": Tile(128, 64), USUAL: Tile(192, 128)},
-        {"small_q": Cost(115), USUAL: Cost()}, {"small_q": Cost(115), USUAL: Cost()}),
+KINDS = {"tiles": Tile, "alike": Cost, "differ": Cost}
+ROWS = tuple(
+    Row((row["d"], row["d"]), row.get("fp8", False),
+        *({n: kind(*x) for n, x in row[field].items()} for field, kind in KINDS.items()))
+    for row in SHAPES["tune"]
 )  # fmt: skip
 
 
@@ -282,14 +270,13 @@ def fitted_splits(times: Times, gpu: Gpu, start: SplitCosts) -> SplitCosts:
 
     best, least = start, badness(start)
     for step in (1.3, 1.1, 1.03, 1.01, 1.003):
-        improved = True
-        while improved:
-            improved = False
-            for name in (x.name for x in fields(SplitCosts)):
-                for factor in (step, 1 / step):
-                    other = replace(best, **{name: getattr(best, name) * factor})
-                    if (found := badness(other)) < least - 1e-12:
-                        best, least, improved = other, found, True
+        before = math.inf
+        while least < before:
+            before = least
+            for x, factor in itertools.product(fields(SplitCosts), (step, 1 / step)):
+                other = replace(best, **{x.name: getattr(best, x.name) * factor})
+                if (found := badness(other)) < least - 1e-12:
+                    best, least = other, found
     return best
 
 
@@ -323,10 +310,7 @@ def measure(
             os.environ[hook] = str(number)
             return flash_ext.attention(*tensors, variant="fa3", **options)
 
-        runs = {
-            name: (lambda number=number, forced=forced: forced(number))
-            for name, number in choices(call).items()
-        }
+        runs = {name: functools.partial(forced, x) for name, x in choices(call).items()}
         times[call] = {name: x["ms"] * 1e3 for name, x in timer.timed(runs, min_time).items()}
     os.environ.pop(hook, None)
     return times
@@ -385,7 +369,7 @@ def refuse_without_hook() -> None:
 
     library = Path(binary.__file__).parents[1] / "_C.abi3.so"
     content = library.read_bytes() if library.is_file() else b""
-    for name in (SWITCH, TILE_HOOK, SPLITS_HOOK):
+    for name in HOOKS:
         if name.encode() not in content:
             raise SystemExit(f"these kernels do not read {name}: make build")
 

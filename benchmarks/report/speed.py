@@ -57,11 +57,13 @@ KNOWN = (  # models of the page for readers
 GAIN_LENGTH = 2048
 OURS_FP8 = FP8_PROVIDERS[0].name
 FP8_PEER = "best peer, bf16"  # the fastest in bfloat16 that is not ours, cell by cell
-FP8_OVER = {
-    **{name: LABELS[name] for name in ("flash_attn_3_fp8", "cudnn_fp8")},
-    "fa3": "flash_ext fa3, bf16",
-    FP8_PEER: FP8_PEER,
-}
+FP8_PAIRS = (
+    *((f"over {LABELS[name]}", OURS_FP8, name) for name in ("flash_attn_3_fp8", "cudnn_fp8")),
+    ("over flash_ext fa3, bf16", OURS_FP8, "fa3"),
+    (f"over {FP8_PEER}", OURS_FP8, FP8_PEER),
+    ("with quantization, over bf16", "fp8_attention", "fa3"),
+    ("q and k in int8, over FP8", "fa3_int8", OURS_FP8),
+)
 
 
 def words_of(folder: Path, direction: str) -> str:
@@ -137,13 +139,9 @@ def fp8_summary(folder: Path) -> str:
             found = [r["tflops"] for c in cells if "ms" in (r := c["providers"].get(OURS_FP8, {}))]
             if found:
                 yield line, "up to TFLOP/s", f"{max(found):.0f}"
-            for name, label in FP8_OVER.items():
-                if values := ratios(cells, OURS_FP8, name):
-                    yield line, f"over {label}", f"{geometric_mean(values):.2f}"
-            if values := ratios(cells, "fp8_attention", "fa3"):
-                yield line, "with quantization, over bf16", f"{geometric_mean(values):.2f}"
-            if values := ratios(cells, "fa3_int8", OURS_FP8):
-                yield line, "q and k in int8, over FP8", f"{geometric_mean(values):.2f}"
+            for column, *pair in FP8_PAIRS:
+                if values := ratios(cells, *pair):
+                    yield line, column, f"{geometric_mean(values):.2f}"
 
     return pivot(["fa3 in FP8, forward"], entries())
 
