@@ -3,15 +3,12 @@
     pip install --target ../before flash_ext-*.whl           # or a checkout where it was built
     python benchmarks/builds.py --before ../before           # grid, decode, chunks, prefill
     python benchmarks/builds.py --before ../before --variants fa2 --set prefill
-    python benchmarks/builds.py --before ../before --set fp8 --d 128
 
 FOLDER/flash_ext is the build before. Each build runs in a process of its own, which computes and
-times when it is asked; both have the same inputs, cells are those of compare.py, and the results of
-both must agree. Turns are in the order ABBA, since the first of two calls finds a cooler GPU. A
-ratio is the time before over the time now: above 1 this build is faster.
-
-A cell names the build before ('over', a source digest). Exit status 1 if results differ, or if a
-build failed.
+times when it is asked, on the same inputs and cells as compare.py's; the results of both must
+agree. Turns are in the order ABBA, since the first of two calls finds a cooler GPU. A ratio is the
+time before over the time now: above 1 this build is faster. A cell names the build before ('over',
+a source digest). Exit status 1 if results differ, or if a build failed.
 """
 
 from __future__ import annotations

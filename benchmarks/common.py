@@ -63,15 +63,11 @@ def describe_setup(device: torch.device) -> Json:
         raise SystemExit(f"the kernels are of csrc {build.kernels}, this is {kernels}: make build")
     return {
         "device": torch.cuda.get_device_name(device) if cuda else cpu_name(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda if cuda else None,
+        "torch": torch.__version__, "cuda": torch.version.cuda if cuda else None,
         "cudnn": torch.backends.cudnn.version() if cuda else None,
-        "driver": driver_version() if cuda else None,
-        "python": platform.python_version(),
-        "kernels": kernels,
-        "digest": source_digest(),
-        "date": now(),
-    }
+        "driver": driver_version() if cuda else None, "python": platform.python_version(),
+        "kernels": kernels, "digest": source_digest(), "date": now(),
+    }  # fmt: skip
 
 
 def begin(subject: str, args: argparse.Namespace) -> results.Recorder:

@@ -2,32 +2,25 @@
 
     python benchmarks/compare.py                                 # the standard grid, everything
     python benchmarks/compare.py --variants fa2 --peers flash    # under a minute on an H200
-    python benchmarks/compare.py --d 96 192                      # the grid at other head dims
     python benchmarks/compare.py --set gqa models fp8 decode8    # sets of shapes.toml
     python benchmarks/compare.py --sustained                     # back to back, at the power limit
     python benchmarks/compare.py --s 131072 --batch 1 --heads 32 --kv-heads 4 --sq 128
     python benchmarks/compare.py --device cpu                    # a smoke test
 
-The standard grid is bf16, 16,384 tokens, hidden size 2048, head dims 64, 128 and 256, S from 512
-to 16,384, causal and full: 72 cells. There are 2048 // d heads, also if d does not divide 2048: 21
-at d 96, 10 at d 192. A cell's FLOPs are 4 B H S S D, halved when causal, times 2.5 for backward.
-shapes.toml has the other sets. No provider is timed before its results agree with float32 standard
-attention.
+The standard grid is bf16, 16,384 tokens, hidden size 2048, head dims 64, 128 and 256 (--d: others),
+S from 512 to 16,384, causal and full: 72 cells, with 2048 // d heads. A cell's FLOPs are 4 B H S S
+D, halved when causal, times 2.5 for backward. No provider is timed before its results agree with
+float32 standard attention.
 
 --set fp8 is the forward in FP8, quantization not timed: fa3, and FlashAttention-3's package or
 fa3-fwd's build of it, with output in bfloat16, and cuDNN through nvidia-cudnn-frontend (imported as
 ``cudnn``) with output in FP8; beside them fa3 and its peers in bfloat16 on the inputs before
-quantization. Providers of FP8 are held against float32 standard attention of what the FP8 numbers
-stand for.
-
---set decode8 is one query in bfloat16 on K and V of 8 bits, quantization not timed, beside fa3 in
-bfloat16. Bytes per second are those of bfloat16 in all cases.
+quantization. FP8's results are held against what the FP8 numbers stand for. --set decode8 is one
+query in bfloat16 on K and V of 8 bits. Bytes per second are those of bfloat16 in all cases.
 
 With --sustained each call runs back to back for a second or more, as in training, where the GPU
-comes to its power limit.
-
-With --record or --out the results of each shape are written as soon as they are there, each cell as
-a whole, because a ratio is meaningful only within one process.
+comes to its power limit. With --record or --out the results of each shape are written as soon as
+they are there, each cell as a whole: a ratio is meaningful only within one process.
 """
 
 from __future__ import annotations

@@ -3,12 +3,10 @@
     python benchmarks/digest.py             # of the kernels and of the package, a line each
     python benchmarks/digest.py kernels     # one of them alone
 
-The kernels' digest is of csrc/ alone: a change of Python leaves the speed of kernels as it was. The
-package's is of csrc/, flash_ext/ and setup.py: tests and times of the host depend on all of it.
-
-C++ and CUDA files count as their tokens, Python files as their syntax tree without docstrings. So
-comments, docstrings, line breaks and blanks do not change the digest, and any other change of the
-code, or of a file's name, does. Every Python from 3.10 on computes the same digest.
+The kernels' digest is of csrc/, the package's of csrc/, flash_ext/ and setup.py, on which tests and
+times of the host depend. C++ and CUDA files count as their tokens, Python files as their syntax
+tree without docstrings: comments, docstrings, line breaks and blanks do not change the digest, any
+other change of the code, or of a file's name, does. From Python 3.10 on all compute the same.
 """
 
 from __future__ import annotations

@@ -1,24 +1,22 @@
 """Speed of one sequence split over GPUs: per GPU, beside the same work without communication.
 
     python benchmarks/distributed.py                       # all GPUs of this machine
-    python benchmarks/distributed.py --ranks 2 --lengths 32768
     python benchmarks/distributed.py --methods ring --transport collectives --peers none
     torchrun --nproc-per-node 4 benchmarks/distributed.py  # the same, also on several machines
     python benchmarks/distributed.py --device cpu          # a smoke test with gloo
 
 Causal self-attention with the heads of Llama 3.1 8B, one sequence of so many tokens in all. Every
 method of `flash_ext.integrations.distributed`; torch's context_parallel with cuDNN, by each of its
-rotations; and ring-flash-attn where it is installed. packings.py has packed documents.
+rotations; and ring-flash-attn if it is installed. packings.py has packed documents.
 
-Each rank is a process with one GPU. The providers are timed one after the other; before each call
-all ranks meet, and so do their GPUs. A call's time is that between CUDA events (on a CPU the wall
-clock) on the slowest rank, 'ms' the median of the rounds. A method and its kernels alone take
-turns, each right after the other equally often, since a GPU at its power limit gets slower.
-Backward is one torch.autograd.grad call on a graph that was built before. 'tflops' is per GPU: 4 H
-D FLOP a visible pair, 2.5 times that backward, over all ranks. 'kernels_ms' is the method's kernels
-alone, on the slowest rank and on keys that are there already, one call after the other, and 'share'
-that over 'ms'. 'peak_bytes' is the most memory a rank's allocator held during forward and backward,
-inputs included. 'launch_bound' marks a call that the CPU may have delayed.
+Each rank is a process with one GPU. Providers are timed one after the other; before each call all
+ranks and their GPUs meet. A call's time is that between CUDA events (on a CPU the wall clock) on
+the slowest rank, 'ms' the median of the rounds. A method and its kernels alone take turns, since a
+GPU at its power limit gets slower. Backward is one torch.autograd.grad call on a graph that was
+built before. 'tflops' is per GPU: 4 H D FLOP a visible pair, 2.5 times that backward, over all
+ranks. 'kernels_ms' is the method's kernels alone, on the slowest rank and on keys that are there
+already, and 'share' that over 'ms'. 'peak_bytes' is the most memory a rank's allocator held during
+forward and backward, inputs included. 'launch_bound' marks a call that the CPU may have delayed.
 """
 
 from __future__ import annotations

@@ -234,13 +234,11 @@ class CudnnFp8(QuantizedProvider):
 
         device = x.q.device
         scales = {
-            "descale_q": x.q_descale,
-            "descale_k": x.k_descale,
-            "descale_v": x.v_descale,
+            "descale_q": x.q_descale, "descale_k": x.k_descale, "descale_v": x.v_descale,
             "descale_s": torch.tensor(1 / self.P_SCALE, device=device),
             "scale_s": torch.tensor(self.P_SCALE, device=device),
             "scale_o": torch.tensor(self.unit(x), device=device),
-        }
+        }  # fmt: skip
         inputs = {name: tensor(name, getattr(x, name)) for name in ("q", "k", "v")}
         numbers = {name: number(name) for name in scales}
         result, _, *maxima = graph.sdpa_fp8(

@@ -226,10 +226,8 @@ def option_calls(sizes: Namespace, d: int, causal: bool, device: torch.device) -
         PLAIN: plain,
         "window": option(window=(width - 1, 0) if causal else (width // 2, width // 2 - 1)),
         "GQA 4": replace(plain, k=k[:, :, :grouped].contiguous(), v=v[:, :, :grouped].contiguous()),
-        "softcap": option(softcap=50.0),
-        "ALiBi": option(alibi_slopes=slopes),
-        "bias": option(bias=bias),
-        "gradient of bias": option(bias=bias.detach().requires_grad_()),
+        "softcap": option(softcap=50.0), "ALiBi": option(alibi_slopes=slopes),
+        "bias": option(bias=bias), "gradient of bias": option(bias=bias.detach().requires_grad_()),
         "bool mask": option(bias=torch.rand(batch, 1, seqlen, seqlen, device=device) < 0.9),
         "sink": option(sink=torch.zeros(heads, device=device).requires_grad_()),
         "dropout": option(dropout_p=0.1, rng_state=torch.tensor([1, 2], device=device)),
@@ -239,7 +237,7 @@ def option_calls(sizes: Namespace, d: int, causal: bool, device: torch.device) -
         "Dv half of D": replace(plain, v=v[..., : d // 2].contiguous()),
         "gradient of lse": replace(plain, through_lse=True),
         "deterministic": option(deterministic=True),
-    }
+    }  # fmt: skip
 
 
 def add_rates(results: dict[str, Json], flops: float) -> None:

@@ -5,12 +5,10 @@
     python benchmarks/packings.py --alone 8                           # one rank of eight, no GPU
 
 A step is --layers calls of `flash_ext.integrations.distributed.attention` with the same documents,
-forward and backward. Steps with documents that no step had before are timed beside steps with the
-same ones again, each packing with itself, so both have the same work and "auto" the same method.
-Prints JSON.
-
-With --alone there are no other ranks, kernels or copies: a step is what the host does until a call
-has its plan and the numbers of it that go to a device.
+forward and backward. Steps with new documents are timed beside steps with the same ones again, so
+both have the same work and "auto" the same method. Prints JSON. With --alone there are no other
+ranks, kernels or copies: a step is what the host does until a call has its plan and the numbers of
+it that go to a device.
 """
 
 from __future__ import annotations

@@ -243,15 +243,9 @@ class Workload:
     MATRIX_BYTES, LAST_ROWS = 8 << 30, 128  # beyond so many, only the last rows of out are checked
 
     def __init__(
-        self,
-        shape: tuple[int, int, int, int],
-        dtype: torch.dtype,
-        device: torch.device,
-        seqlen_q: int = 0,
-        kv_heads: int = 0,
-        d_v: int = 0,
-        window: int = 0,
-    ) -> None:
+        self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device,
+        seqlen_q: int = 0, kv_heads: int = 0, d_v: int = 0, window: int = 0
+    ) -> None:  # fmt: skip
         """``shape`` is (B, Sk, Hq, D). ``seqlen_q``, ``kv_heads`` and ``d_v``, the head dim of v,
         are equal to those where 0. ``window`` is how many keys a query sees; 0: all."""
         batch, seqlen, heads, width = shape

@@ -1,11 +1,10 @@
 """Results as JSON lines: benchmarks/results/<device>/<subject>.jsonl, a line for each cell.
 
-A line has three parts: 'cell' says what was measured, 'result' what came out, and 'setup' where,
-with which versions and sources, and when. Of two lines with the same cell the newest counts. So
-files may be put together with `cat`, and processes on several GPUs may write to the same file.
-
-A result goes stale with what it measures: the speed of kernels with csrc, whatever happens to the
-Python around it; times of the host and answers of the package with any of its code (`PACKAGE`).
+'cell' says what was measured, 'result' what came out, 'setup' where, with which versions and
+sources, and when. Of two lines with the same cell the newest counts: files may be put together with
+`cat`, and processes on several GPUs may write to the same file. A result goes stale with what it
+measures: the speed of kernels with csrc; times of the host and answers of the package with any of
+its code (`PACKAGE`).
 """
 
 from __future__ import annotations

@@ -42,14 +42,10 @@ class Ask:
         return torch.tensor(values, dtype=torch.int32, device=self.device)
 
     def dense(
-        self,
-        d: int = 64,
-        d_v: int | None = None,
-        heads: tuple[int, int] = (2, 2),
-        seqlens: tuple[int, int] = (24, 40),
-        dtypes: tuple[torch.dtype, torch.dtype] = (HALF, HALF),
-        **options: Any,
-    ) -> Call:
+        self, d: int = 64, d_v: int | None = None, heads: tuple[int, int] = (2, 2),
+        seqlens: tuple[int, int] = (24, 40), dtypes: tuple[torch.dtype, torch.dtype] = (HALF, HALF),
+        **options: Any
+    ) -> Call:  # fmt: skip
         """A call with a batch of two; types of q and k, and of v."""
         (sq, sk), (hq, hk), (dtype, dtype_v) = seqlens, heads, dtypes
         q, k = self.zeros(2, sq, hq, d, dtype=dtype), self.zeros(2, sk, hk, d, dtype=dtype)

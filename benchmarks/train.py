@@ -5,26 +5,22 @@
     python benchmarks/train.py --seq 4096 --providers fa1 fa2 fa3 sdpa cudnn
     python benchmarks/train.py --device cpu      # a smoke test
 
-The model and its training step are those of examples/train_gpt.py: bytes of Python's standard
-library, bf16 autocast, AdamW, gradient clipping, about 16,384 tokens a step. "sdpa" is torch's
-scaled_dot_product_attention, which chooses its backend. "standard" is standard attention in three
-passes; autocast computes its softmax in float32. A provider that does not run or does not fit into
-memory is left out, with the reason. So is one whose step the GPU ends before the CPU has enqueued
-it: that time would be Python's.
+The model and its step are those of examples/train_gpt.py: bytes of Python's standard library, bf16
+autocast, AdamW, gradient clipping, about 16,384 tokens a step. "sdpa" is torch's attention, which
+chooses its backend; "standard" has three passes, its softmax in float32 by autocast. A provider
+that does not run or fit into memory is left out, with the reason. So is one whose step the GPU ends
+before the CPU has enqueued it: that time would be Python's.
 
-"small" and "medium" are GPT-2's sizes. "llama" has four layers with the attention of Llama 3.1 8B:
-32 query heads of 128 on 8 key heads. "bert-large" has the shape of BERT-large, where every position
-attends to all: the same model and the same loss without the mask. What it learns (a byte that it
-sees) means nothing, the time of a step does.
+"small" and "medium" are GPT-2's sizes. "llama" has four layers with the attention of Llama 3.1 8B,
+"bert-large" the shape of BERT-large: the same model and loss without the mask. What it learns (a
+byte that it sees) means nothing, the time of a step does.
 
-One process; every provider trains a model of its own, from the same weights on the same batches.
-After a few steps each, the providers take turns, round by round. A turn is one step that is not
-timed, then the timed steps one right after the other, between CUDA events (on a CPU the wall
-clock). 'ms' is the median step of all turns. 'peak_bytes' is one step's peak extra memory with the
-weights and AdamW's state added, as if no other model were there.
-
-A provider's loss must stay with standard attention's (SDPA's, if that did not run) at every step.
-One that does not is called wrong, and has no speed.
+Every provider trains a model of its own, from the same weights on the same batches. After a few
+steps each, they take turns. A turn is one step that is not timed, then the timed steps one right
+after the other, between CUDA events (on a CPU the wall clock). 'ms' is the median step of all
+turns, 'peak_bytes' one step's peak extra memory with the weights and AdamW's state, as if no other
+model were there. A loss must stay with standard attention's (SDPA's, if that did not run) at every
+step. A provider whose loss does not is called wrong, and has no speed.
 """
 
 from __future__ import annotations
@@ -100,12 +96,9 @@ class Trainee:
     """One provider's model in training after its first steps, and what was measured of it."""
 
     def __init__(
-        self,
-        provider: Provider,
-        config: train_gpt.Config,
-        chunks: list[Tensor],
-        causal: bool = True,
-    ) -> None:
+        self, provider: Provider, config: train_gpt.Config, chunks: list[Tensor],
+        causal: bool = True
+    ) -> None:  # fmt: skip
         self.device = torch.device(config.device)
         with self.device:  # the weights are drawn there
             self.training = train_gpt.Training(in_model(provider, causal), config)

@@ -291,13 +291,9 @@ def decoding_inputs(call: Decoding, device: torch.device) -> tuple[list[Tensor],
 
 
 def measure(
-    calls: Iterable[Any],
-    inputs: Callable[[Any], tuple[list[Tensor], Any]],
-    choices: Callable[[Any], Mapping[Any, int]],
-    hook: str,
-    timer: Timer,
-    min_time: float,
-) -> Times:
+    calls: Iterable[Any], inputs: Callable[[Any], tuple[list[Tensor], Any]],
+    choices: Callable[[Any], Mapping[Any, int]], hook: str, timer: Timer, min_time: float
+) -> Times:  # fmt: skip
     """The times of each call with every choice, forced by the number it has in `hook`, in turns."""
     import flash_ext
 
