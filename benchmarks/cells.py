@@ -9,16 +9,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 
 import torch
-from common import ROOT, Json
+from common import SHAPES, Json
 from fp8_providers import FP8, KV8, PROVIDERS, QuantizedWorkload
 from providers import BEST, BEST_OF, VARIANTS, Workload
 
-try:
-    import tomllib
-except ModuleNotFoundError:  # Python 3.10, where pytest brings it
-    import tomli as tomllib
-
-SHAPES = tomllib.loads((ROOT / "benchmarks" / "shapes.toml").read_text())
 GRID = SHAPES["grid"]
 HEAD_DIMS, SEQLENS = tuple(GRID["d"]), tuple(GRID["seqlen"])
 FP8_DIMS = {int(d): d_v for d, d_v in GRID["fp8_d"].items()}

@@ -20,6 +20,11 @@ import torch
 from digest import ROOT, kernel_digest, source_digest
 from results import Json, now, say
 
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10, where pytest brings it
+    import tomli as tomllib
+
 __all__ = ["Json", "ROOT", "now", "say", "source_digest"]  # from other modules
 
 # By its path: builds.py times an older build of flash_ext as it times this one.
@@ -30,6 +35,7 @@ _spec.loader.exec_module(timing)
 first_line, progress, cpu_name = timing.first_line, timing.progress, timing.cpu_name
 
 RESULTS = results.FOLDER
+SHAPES: Json = tomllib.loads((ROOT / "benchmarks" / "shapes.toml").read_text())
 
 if importlib.util.find_spec("flash_ext") is None:  # not installed: measure the checkout itself
     sys.path.insert(0, str(ROOT))

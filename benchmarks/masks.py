@@ -19,8 +19,7 @@ from typing import Any
 
 import common
 import torch
-from cells import SHAPES
-from common import Json
+from common import SHAPES, Json
 from options import sizes_on
 from providers import PEERS, check, prepared
 from timing import Timer

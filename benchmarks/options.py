@@ -37,8 +37,7 @@ from typing import Any
 
 import common
 import torch
-from cells import SHAPES
-from common import Json
+from common import SHAPES, Json
 from providers import Provider, check, collect, prepared, refusal, running
 from timing import Timer
 from torch import Tensor

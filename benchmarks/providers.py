@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import common
 import torch
-from common import Json, say
+from common import SHAPES, Json, say
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -24,17 +24,8 @@ import flash_ext.reference
 # q, k, v, causal -> out. Those that can hide all but the last n keys take n as `window` as well.
 Attend = Callable[..., Tensor]
 T = TypeVar("T")
-LABELS = {
-    "auto": "flash_ext", "fa1": "flash_ext fa1", "fa2": "flash_ext fa2", "fa3": "flash_ext fa3",
-    "sdpa": "SDPA", "flash": "SDPA flash", "cudnn": "SDPA cuDNN", "efficient": "SDPA efficient",
-    "flash_attn_2": "flash-attn 2", "flash_attn_3": "flash-attn 3", "flash_attn_4": "flash-attn 4",
-    "best_peer": "best peer", "standard": "standard attention",
-    "fa3_fp8": "flash_ext fa3, FP8", "fp8_attention": "flash_ext.fp8.attention",
-    "fa3_int8": "flash_ext fa3, q and k in int8", "cudnn_fp8": "cuDNN, FP8",
-    "flash_attn_3_fp8": "flash-attn 3, FP8",
-    "fa3_e4m3_kv": "flash_ext fa3, K and V in e4m3",
-    "fa3_int8_kv": "flash_ext fa3, K and V in int8",
-}  # fmt: skip
+LABELS: dict[str, str] = SHAPES["names"]["labels"]
+DISTRIBUTIONS: dict[str, str] = SHAPES["names"]["distributions"]
 # Relative errors beyond which a result is wrong: of the whole, and of the worst block of rows.
 WHOLE_LIMIT, BLOCK_LIMIT = 2e-2, 1e-1
 
@@ -207,11 +198,6 @@ def running(device: torch.device, d: int = 64, gradients: bool = False) -> list[
     """The variants that run on a device, with this head dim."""
     q = torch.zeros(1, 8, 1, d, dtype=torch.bfloat16, device=device)
     return [name for name in VARIANTS if refusal(name, q, q, q, gradients) is None]
-
-
-DISTRIBUTIONS = {"flash_attn_2": "flash-attn", "flash_attn_3": "flash-attn-3",
-                 "flash_attn_4": "flash-attn-4", "cudnn_fp8": "nvidia-cudnn-frontend",
-                 "flash_attn_3_fp8": "fa3-fwd"}  # fmt: skip
 
 
 def versions(providers: Iterable[Provider]) -> dict[str, str]:

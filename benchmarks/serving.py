@@ -23,8 +23,7 @@ from typing import Any
 
 import common
 import torch
-from cells import SHAPES
-from common import Json
+from common import SHAPES, Json
 from fp8_providers import cudnn_graph, cudnn_handle, planned
 from providers import check, prepared
 from timing import Timer

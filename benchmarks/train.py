@@ -36,8 +36,7 @@ from dataclasses import dataclass, replace
 
 import common
 import torch
-from cells import SHAPES
-from common import Json
+from common import SHAPES, Json
 from providers import PEERS, VARIANTS, Provider, attempt, collect, running
 from timing import step_times
 from torch import Tensor

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import common
 import torch
-from cells import SHAPES
+from common import SHAPES
 from timing import Timer
 from torch import Tensor
 

@@ -20,7 +20,7 @@ from cells import (
     ratios,
     shape_name,
 )
-from common import Json
+from common import SHAPES, Json
 from fp8_providers import FP8, FP8_PROVIDERS
 from host import CALLS
 from providers import BEST, BEST_OF, LABELS, PEERS
@@ -49,11 +49,7 @@ PAIRS = (
     *(("fa2", peer) for peer in ("flash", "cudnn", "flash_attn_2", "fa1", "standard")),
     ("fa1", "standard"),
 )
-KNOWN = (  # models of the page for readers
-    "GPT-2", "Llama 3.1 8B", "Llama 3.1 8B, 32k", "Llama 3.1 70B", "Qwen2.5 7B", "Mistral 7B",
-    "Gemma 2 9B, global layers", "gpt-oss 20B, local layers", "DeepSeek-V3", "BERT base", "FLUX.1",
-    "Llama 3.1 8B, decoding 32 x 4k",
-)  # fmt: skip
+KNOWN = tuple(SHAPES["names"]["models_for_readers"])
 GAIN_LENGTH = 2048
 OURS_FP8 = FP8_PROVIDERS[0].name
 FP8_PEER = "best peer, bf16"  # the fastest in bfloat16 that is not ours, cell by cell

@@ -53,15 +53,13 @@ def fp8_errors_section(folder: Path) -> Iterator[str]:
     """Errors of FP8 on inputs with outliers."""
     rows = select(load("fp8_errors", folder), experiment="outliers")
 
-    def entries() -> Iterator[Entry]:
-        for row in rows:
-            for name, r in row["methods"].items():
-                text = f"{r['rmse']:.1e} ({r['rmse_max']:.1e})"
-                yield (name,), f"d {row['d']}, {row['seqlen']} keys", text
-
+    entries = (
+        ((name,), f"d {row['d']}, {row['seqlen']} keys", f"{r['rmse']:.1e} ({r['rmse_max']:.1e})")
+        for row in rows for name, r in row["methods"].items()
+    )  # fmt: skip
     if rows:
         yield f"Errors (`fp8_errors.py --help` defines them): {provenance(rows)}."
-        yield pivot(["RMSE, mean of seeds (worst)"], entries())
+        yield pivot(["RMSE, mean of seeds (worst)"], entries)
 
 
 # ------------------------------------------------------------------------------------ training
@@ -77,15 +75,13 @@ def training_rows(folder: Path) -> list[Json]:
 
 def training_summary(folder: Path) -> str:
     """Tokens per second of each attention."""
-
-    def entries() -> Iterator[Entry]:
-        for cell in training_rows(folder):
-            line = (f"{SIZES.get(cell['model'], cell['model'])}, S {cell['seqlen']}",)
-            for name, r in cell["providers"].items():
-                if "tokens_per_second" in r:
-                    yield line, LABELS[name], f"{r['tokens_per_second']:,.0f}"
-
-    return pivot(["tokens/s"], entries())
+    entries = (
+        ((f"{SIZES.get(cell['model'], cell['model'])}, S {cell['seqlen']}",), LABELS[name],
+         f"{r['tokens_per_second']:,.0f}")
+        for cell in training_rows(folder) for name, r in cell["providers"].items()
+        if "tokens_per_second" in r
+    )  # fmt: skip
+    return pivot(["tokens/s"], entries)
 
 
 def training_section(folder: Path) -> Iterator[str]:
