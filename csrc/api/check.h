@@ -48,7 +48,7 @@ inline Operand operand_of_v(const Tensor& v, bool transposed) {
     if (!transposed) return x;
     std::swap(x.sizes[1], x.sizes[2]);
     std::swap(x.strides[1], x.strides[2]);
-    if (v.numel() == 0) std::ranges::fill(x.strides, 0);  // torch's are 1, but there are no rows
+    if (v.numel() == 0) std::ranges::fill(x.strides, 16);  // torch's are 1, but there are no rows
     return x;
 }
 

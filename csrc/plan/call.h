@@ -64,7 +64,7 @@ struct Operand {
     bool is_reached_by_tma() const {
         int64_t end = 0;  // in elements, of the memory that the tensor's rows span
         for (int dim = 0; dim < 4; ++dim) end += sizes[dim] * strides[dim];
-        const bool rows_differ = sizes[1] <= 1 || strides[1] > 0 || sizes[3] == 0;
+        const bool rows_differ = sizes[1] == 1 || strides[1] > 0;
         return is_aligned() && rows_differ && element_bytes * end < int64_t{1} << 35;
     }
     // In memory of its own, with rows of a multiple of 16 bytes, one after another. What strides of
