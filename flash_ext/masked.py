@@ -13,7 +13,7 @@ from .cpu.checks import check_offsets
 from .mask import Mask
 from .ops.checks import refuse, require_ints
 from .ops.options import MASK_BLOCK, MASK_OPTIONS
-from .ops.torch_private import in_transforms, ordinary_tensors
+from .ops.torch_private import constant_when_compiled, in_transforms, ordinary_tensors
 
 BAND = ("causal", "window_left", "window_right")
 """The options that a mask has within it."""
@@ -169,7 +169,7 @@ def _sample_mask(q: Tensor, k: Tensor, bits: bool) -> dict[str, Tensor]:
     return dict(zip(MASK_OPTIONS, tensors, strict=True))
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_when_compiled
 def _sample_runs(
     device: str,
     dtypes: tuple[torch.dtype, ...],

@@ -14,7 +14,7 @@ import pkgutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ from torch.library import Library
 
 missing: list[str] = []
 """The names that this torch lacks; `python -m flash_ext` prints them."""
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def _find(path: str) -> Any:
@@ -302,6 +305,12 @@ def ordinary_tensors() -> contextlib.AbstractContextManager[object]:
     if _disable_modes is not None and in_dispatch_mode():
         stack.enter_context(_disable_modes())
     return stack
+
+
+def constant_when_compiled(function: _F) -> _F:
+    """torch.compiler.assume_constant_result, which would import the compiler: a second."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def version(x: Tensor) -> object:
