@@ -19,8 +19,7 @@ inline constexpr int kCombineWarps = 4;
 inline constexpr int kCombineRows = 2;  // of a warp, which waits for both at once
 inline constexpr int kCombineRowsOfCta = kCombineWarps * kCombineRows;
 
-// What this kernel needs of a call. Not all params: the launch of a kernel after another takes a
-// microsecond longer with them.
+// What this kernel needs of a call.
 struct CombineParams {
     int rows;  // of statistics; memory has no room for the partial results of 2^31
     int num_splits;
