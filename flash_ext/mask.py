@@ -453,12 +453,12 @@ class Mask:
     def copy_(self, other: Mask) -> Mask:
         """Write the contents of another mask of the same sizes and kind into this one, for CUDA
         graphs that read it."""
-        for name in ("kv_tiles", "q_tiles", "words"):
-            if getattr(self, name).shape != getattr(other, name).shape:
-                refuse("the other mask", f"of the same kind and shape as {self}", other)
-            getattr(self, name).copy_(getattr(other, name))
-        if (self.per_query, self.listed) != (other.per_query, other.listed):
+        pairs = list(zip(_flatten(self)[0], _flatten(other)[0], strict=True))
+        alike = _flatten(self)[1] == _flatten(other)[1]
+        if not alike or any(a.shape != b.shape for a, b in pairs):
             refuse("the other mask", f"of the same kind and shape as {self}", other)
+        for mine, given in pairs:
+            mine.copy_(given)
         self.kept.clear()
         return self
 

@@ -174,6 +174,16 @@ def test_what_is_derived_is_kept_until_a_write(device: str) -> None:
     assert torch.equal(mask.to_dense(), other.to_dense())
 
 
+def test_a_refused_copy_writes_nothing(device: str) -> None:
+    """One interval a query and two: their tensors have the same shapes."""
+    mask, other = (Mask.prefix(9, 300, device=device), Mask.sinks(2, (7, 3), 300, device=device))
+    before = [x.clone() for x in mask.options().values()]
+    assert [x.shape for x in before] == [x.shape for x in other.options().values()]
+    with pytest.raises(ValueError, match="of the same kind"):
+        mask.copy_(other)
+    assert all(map(torch.equal, mask.options().values(), before))
+
+
 def test_the_mask_of_a_bias_is_kept_until_a_write(device: str) -> None:
     bias = torch.rand(2, 1, 200, 300, device=device) < 0.5
     mask = Mask.of_bias(bias, 200, 300)

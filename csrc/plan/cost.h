@@ -456,9 +456,9 @@ inline Parts choose_parts(const BackwardParams& params, const MaskSummary& mask,
             })};
 }
 
-// With a mask of tiles. A KV tile has one list of Q tiles, so where heads differ it has one query
-// head. Otherwise, too, if that costs little: no one knows how long the lists are, and a tile that
-// all queries see may take longer than all others of its CTA.
+// With a mask of tiles. A KV tile has one list of Q tiles: if heads differ, it has one query head.
+// With many queries, too, which then costs little: the host does not know how long the lists are,
+// and a KV tile that all queries see may take longer than all others of its CTA.
 inline Parts masked_parts(const BackwardParams& params) {
     constexpr int kManyQueries = 8192;
     const bool alone = params.tile_mask.by_head || params.seqlen_q >= kManyQueries;

@@ -29,8 +29,8 @@ struct RowRescaling {
     }
 };
 
-// kRowsAlone: as said above. Otherwise a retry finds the maximum of all rows of the warp, which
-// takes a register less.
+// kRowsAlone: as said above. Otherwise a retry raises the m of all rows of the warp, which saves a
+// register.
 template <class Element, int kCols, bool kRowsAlone>
 struct OptimisticSoftmax : OnlineSoftmax<16> {
     // Then no P exceeds it, and fp16 holds it.

@@ -158,8 +158,8 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
     FLASH_DEVICE void begin_tile(State& x) const {
         const QueryTile& tile = work_tiles[x.tile];
         x.full_tiles = full_tiles(tile);
-        if constexpr (!kTuning.ping_pong &&
-                      !Tiles::kMask) {  // ping-pong needs equal numbers of iterations
+        // Ping-pong needs equal numbers of iterations, and lists of tiles are not of 64 queries.
+        if constexpr (!kTuning.ping_pong && !Tiles::kMask) {
             const int last = tile.kv_tiles.last_seen_by(mask_of(params, tile.sequence),
                                                         this->queries_of(tile), kBlockKV);
             x.skipped_tiles = max_of(x.kv_tile - max_of(last, x.first_kv_tile), 0);
