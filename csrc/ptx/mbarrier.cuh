@@ -18,7 +18,14 @@ FLASH_DEVICE void mbarrier_arrive(uint32_t barrier) {
                  : "memory");
 }
 
-// The same if `active`, by a predicate and not by a branch.
+// This thread arrives for others, too.
+FLASH_DEVICE void mbarrier_arrive(uint32_t barrier, int arrivals) {
+    asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0], %1; }" ::"r"(barrier),
+                 "r"(arrivals)
+                 : "memory");
+}
+
+// One arrival if `active`, by a predicate and not by a branch.
 FLASH_DEVICE void mbarrier_arrive_if(bool active, uint32_t barrier) {
     asm volatile(
         "{ .reg .pred p; .reg .b64 state; setp.ne.b32 p, %0, 0; "

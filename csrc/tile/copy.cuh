@@ -249,4 +249,20 @@ FLASH_DEVICE void store_rows(float* target, const Accumulator& acc, IndexOf inde
         }
 }
 
+// Sixteen rows that need not be adjacent: pointer_of(row) is where each is, or null.
+template <class Accumulator, class PointerOf>
+FLASH_DEVICE void store_apart(const Accumulator& acc, int cols, PointerOf pointer_of) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        auto* row = pointer_of(lane_row() + 8 * i);
+        if (row == nullptr) continue;
+#pragma unroll
+        for (int n = 0; n < Accumulator::kN; ++n)
+            if (8 * n < cols)  // a multiple of 8
+                *reinterpret_cast<uint32_t*>(row + 8 * n + lane_col()) =
+                    ptx::pack<std::remove_pointer_t<decltype(row)>>(acc.v[0][n][2 * i],
+                                                                    acc.v[0][n][2 * i + 1]);
+    }
+}
+
 }  // namespace flash_ext

@@ -77,6 +77,9 @@ struct Pipeline {
     }
     // ... and releases it after reading.
     FLASH_DEVICE void consumer_release(const State& s) const { ptx::mbarrier_arrive(empty(s)); }
+    FLASH_DEVICE void consumer_release(const State& s, int consumers) const {
+        ptx::mbarrier_arrive(empty(s), consumers);
+    }
     FLASH_DEVICE void consumer_release_if(bool active, const State& s) const {
         ptx::mbarrier_arrive_if(active, empty(s));
     }

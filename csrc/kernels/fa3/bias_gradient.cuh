@@ -35,12 +35,12 @@
 //   barrier               arrivals per phase                   who waits
 //   full(stages)          2: producers; and TMA's bytes,       consumers, before the matmuls
 //                         unless there are no more steps
-//   empty(stages)         8: each consumer warp, when its      producers, before the next loads
+//   empty(stages)         256: each consumer thread, when its  producers, before the next loads
 //                         matmuls are complete and it has
 //                         read lse and delta
 //   sums (named)          256: consumers of a single CTA       consumers, before they add, and end
 //
-// Of tiles of 64 queries these are the 4 warps of the consumer whose step it is. At the end all
+// Of tiles of 64 queries these are the 128 threads of the consumer whose step it is. At the end all
 // threads of a cluster wait for each other twice, by its hardware barrier: before the consumers add
 // over the CTAs, and before they end.
 #pragma once
@@ -115,7 +115,7 @@ struct Fa3BiasGradient {
 
     FLASH_DEVICE explicit Fa3BiasGradient(const Params& p) : params(p) {}
 
-    FLASH_DEVICE void init() const { pipeline.init(kAlternate ? 4 : 4 * kConsumers, 2); }
+    FLASH_DEVICE void init() const { pipeline.init(kAlternate ? 128 : kConsumerThreads, 2); }
     FLASH_DEVICE void begin() const {}
     FLASH_DEVICE void produce_by_warps() const {}
     // The producers have no share of the sums.
@@ -418,8 +418,7 @@ struct Fa3BiasGradient {
             float minus_delta[2];
             for_each_row<16>(
                 [&](int, int i, int r) { minus_delta[i] = storage.minus_delta[s.stage][row + r]; });
-            __syncwarp();  // all lanes have read lse and delta
-            if (lane_id() == 0) pipeline.consumer_release(s);
+            pipeline.consumer_release(s);
 #pragma unroll
             for (int n = 0; n < Scores::kN; ++n)
 #pragma unroll

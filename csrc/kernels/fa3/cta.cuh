@@ -91,6 +91,21 @@ struct Fa3Cta {
         state.advance();
     }
 
+    // The operand in a stage: the one in the first stage, moved, if there are registers for its
+    // descriptor. That is one instruction from a full barrier to the matmul, and not five.
+    template <class Operand, class Pipeline, class... FirstRow>
+    static FLASH_DEVICE Operand operand(const Pipeline& pipeline,
+                                        const typename Pipeline::State& state,
+                                        FirstRow... first_row) {
+        if constexpr (kConsumers > 2) {
+            Operand first(pipeline.stages, first_row...);
+            first.move(state.stage * Pipeline::kStageBytes);
+            return first;
+        } else {
+            return Operand(pipeline.stage(state), first_row...);
+        }
+    }
+
     // For a producer that does nothing else: fetches tiles by the dynamic persistent scheduler when
     // another producer allows it. `describe` as for WorkTilePipeline::produce().
     template <class Describe>

@@ -31,7 +31,8 @@
 // the matmuls of the other; in the other kernels they drift apart without it.
 //
 // Shared memory: pipelines of Q, K and V tiles; the work-tile pipeline (QueryTile); with a bias a
-// pipeline of its tiles (bias_tiles.cuh). A mask of tiles (mask_tiles.cuh) comes with Q and K.
+// pipeline of its tiles (bias_tiles.cuh). A mask of tiles (mask_tiles.cuh) comes with Q and K;
+// then all lanes of a warp count in the arrivals at empty(Q, K, V).
 //
 //   barrier             arrivals per phase                   who waits
 //   full(Q, K, V)       1: its producer; and TMA's bytes     consumers, before the matmul
@@ -222,14 +223,14 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
     template <bool kUnmasked>
     FLASH_DEVICE void compute_p(State& x, Probabilities& rP, bool new_tile) const {
         warpgroup_fence(x.rS);
-        if constexpr (Tiles::kMask && !kUnmasked) this->hide_by_words(x.rS, x);
-        release_and_advance(k_pipeline, x.k);
+        if constexpr (Tiles::kMask && !kUnmasked) this->apply_tile_mask(x.rS, x);
+        release_and_advance(k_pipeline, x.k, /*by_lanes=*/!kUnmasked);
         if constexpr (kTestsEarly) {
             x.k_ready = k_pipeline.consumer_test(x.k);
             x.v_ready = v_pipeline.consumer_test(x.v);
         }
         if (Tiles::kReleaseEarly && !kUnmasked && x.kv_tile == x.first_kv_tile)
-            release_and_advance(q_pipeline, x.q);
+            release_and_advance(q_pipeline, x.q, /*by_lanes=*/true);
         this->template finish_scores<kUnmasked>(x.rS, x);
         const bool fresh = !kUnmasked && new_tile;
         if (fresh) x.softmax = this->template begin_softmax<Softmax>(work_tiles[x.tile]);

@@ -39,7 +39,7 @@ struct Fa3ForwardTiles
     : Fa3Cta<MayHaveBias<Fa3ForwardParams, kOptions>, QueryTile, kTuning.consumers> {
     using Cta = typename Fa3ForwardTiles::Fa3Cta;
     using Cta::elected, Cta::end_work_tile, Cta::group, Cta::kConsumers, Cta::params,
-        Cta::release_and_advance, Cta::work_tiles;
+        Cta::work_tiles;
     using typename Cta::Params, typename Cta::WorkTiles, typename Cta::WorkTileState;
     static_assert(sizeof(Element) == sizeof(QKElement));
     static constexpr bool kMayHaveSplits =
@@ -109,13 +109,13 @@ struct Fa3ForwardTiles
 
     // producers_of_v: arrivals that fill a V stage; tile_readers: producers that read work tiles.
     FLASH_DEVICE void init_pipelines(int producers_of_v, int tile_readers) const {
-        constexpr int kReaders = kConsumers * 4;
+        constexpr int kReaders = kConsumers * 4, kReleases = kReaders * kReleasesByWarp;
         ptx::prefetch_tensor_map(params.q_map);
         ptx::prefetch_tensor_map(params.k_map);
         ptx::prefetch_tensor_map(params.v_map);
-        q_pipeline.init(kReaders);
-        k_pipeline.init(kReaders);
-        v_pipeline.init(kReaders, producers_of_v);
+        q_pipeline.init(kReleases);
+        k_pipeline.init(kReleases);
+        v_pipeline.init(kReleases, producers_of_v);
         work_tiles.init(kReaders + tile_readers);
         if constexpr (kBias) {
             ptx::prefetch_tensor_map(params.bias_map.map);
@@ -384,6 +384,28 @@ struct Fa3ForwardTiles
         return ptx::warp_uniform(tile.first_query) >= 0;
     }
 
+    // By all lanes of a warp that has finished reading a stage of Q, K or V. by_lanes: they may
+    // have read a mask's words there. Then each arrives for itself, as the order of what TMA writes
+    // and a thread reads requires.
+    static constexpr int kReleasesByWarp = kMask ? 32 : 1;
+    template <class Pipeline>
+    FLASH_DEVICE void release(const Pipeline& pipeline, const typename Pipeline::State& state,
+                              bool by_lanes = false) const {
+        if constexpr (!kMask) {
+            Cta::release(pipeline, state);
+        } else if (by_lanes) {
+            pipeline.consumer_release(state);
+        } else if (elected) {
+            pipeline.consumer_release(state, kReleasesByWarp);
+        }
+    }
+    template <class Pipeline>
+    FLASH_DEVICE void release_and_advance(const Pipeline& pipeline, typename Pipeline::State& state,
+                                          bool by_lanes = false) const {
+        release(pipeline, state, by_lanes);
+        state.advance();
+    }
+
     // Goes on to the next KV tile. Returns true after the last one: then it leaves the Q tile, and
     // find_tile() comes next.
     template <class State>
@@ -391,7 +413,7 @@ struct Fa3ForwardTiles
         const bool last = x.kv_tile == x.first_kv_tile;
         --x.kv_tile;
         if (last) {
-            if (!kReleaseEarly) release_and_advance(q_pipeline, x.q);
+            if (!kReleaseEarly) release_and_advance(q_pipeline, x.q, /*by_lanes=*/true);
             x.tile.advance();
         }
         return last;
@@ -406,24 +428,9 @@ struct Fa3ForwardTiles
         return tile.kv_tiles.full_for(mask_of(params, tile.sequence), queries_of(tile), kBlockKV);
     }
 
-    // The operand in a stage: the one in the first stage, moved, if there are registers for its
-    // descriptor. That is one instruction from a full barrier to the matmul, and not five.
-    template <class Operand, class Pipeline, class... FirstRow>
-    static FLASH_DEVICE Operand operand(const Pipeline& pipeline,
-                                        const typename Pipeline::State& state,
-                                        FirstRow... first_row) {
-        if constexpr (kConsumers > 2) {
-            Operand first(pipeline.stages, first_row...);
-            first.move(state.stage * Pipeline::kStageBytes);
-            return first;
-        } else {
-            return Operand(pipeline.stage(state), first_row...);
-        }
-    }
-
     // Applies a mask of tiles to scores whose K has not been released.
     template <class State>
-    FLASH_DEVICE void hide_by_words(RegisterTile<16, kBlockKV>& rS, const State& x) const {
+    FLASH_DEVICE void apply_tile_mask(RegisterTile<16, kBlockKV>& rS, const State& x) const {
         if (x.kv_tile < x.full_tiles.end) return;
         const bool bits = params.tile_mask.bits;
         const MaskWords* words =
@@ -549,22 +556,6 @@ struct Fa3ForwardTiles
                                                    tile.head, rows, params.head_dim_v),
                     rO);
             });
-        }
-    }
-
-    // Stores 16 rows that need not be adjacent: pointer_of(row) is where each is, or null.
-    template <class PointerOf>
-    static FLASH_DEVICE void store_apart(const Output& rO, int cols, PointerOf pointer_of) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            auto* row = pointer_of(lane_row() + 8 * i);
-            if (row == nullptr) continue;
-#pragma unroll
-            for (int n = 0; n < Output::kN; ++n)
-                if (8 * n < cols)  // a multiple of 8
-                    *reinterpret_cast<uint32_t*>(row + 8 * n + lane_col()) =
-                        ptx::pack<std::remove_pointer_t<decltype(row)>>(rO.v[0][n][2 * i],
-                                                                        rO.v[0][n][2 * i + 1]);
         }
     }
 };
