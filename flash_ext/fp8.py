@@ -363,6 +363,17 @@ class _Quantization(NamedTuple):
     smooths_k: bool
 
 
+def _mean_of_some(k: Tensor, cu_seqlens: Tensor | None, seqused: Tensor | None) -> Tensor:
+    """The mean that is subtracted from k: of 512 keys or more, evenly spaced, unless lengths differ.
+
+    Any vector would do: it changes results by rounding alone. All keys take as long to read as to
+    quantize.
+    """
+    if cu_seqlens is None and seqused is None:
+        k = k[:, :: max(k.shape[1] // 512, 1)]
+    return token_mean(k, cu_seqlens=cu_seqlens, seqused=seqused)
+
+
 def _attend_without_gradient(
     q: Tensor,
     k: Tensor,
@@ -373,7 +384,7 @@ def _attend_without_gradient(
 ) -> Any:
     (cu_seqlens_q, cu_seqlens_k), max_seqlens, dtype, signs, smooths_k = quantization
     of_k: dict[str, Any] = {"cu_seqlens": cu_seqlens_k, "seqused": options.get("seqused_k")}
-    mean = token_mean(k, **of_k) if smooths_k else None
+    mean = _mean_of_some(k, **of_k) if smooths_k else None
 
     q_8bit, q_descale = quantize(
         q, dtype, signs=signs, cu_seqlens=cu_seqlens_q, max_seqlen=max_seqlens[0]

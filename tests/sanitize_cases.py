@@ -224,7 +224,7 @@ def masked() -> Iterator[tuple[Problem, dict[str, torch.Tensor], bool]]:
             tiles = torch.ops.flash_ext.mask_from_intervals(intervals, keys)
         names = ("mask_kv_tiles", "mask_q_tiles", "mask_words")
         call = dataclasses.replace(problem, head_dim=dim, seqlen_q=queries, seqlen_k=keys)
-        yield call, dict(zip(names, map(to_device, tiles), strict=True)), heads == 1
+        yield call, dict(zip(names, tiles, strict=True)), heads == 1
 
 
 def run(
@@ -239,7 +239,8 @@ def run(
     q, k, v, dout, dlse = (on_device.pop(name) for name in ("q", "k", "v", "dout", "dlse"))
     options = options_of(problem) | on_device
     options["window_left"], options["window_right"] = options.pop("window")
-    options |= {"deterministic": deterministic, "variant": variant} | mask
+    options |= {"deterministic": deterministic, "variant": variant}
+    options |= {name: to_device(x) for name, x in mask.items()}
     # fa3's tile counter and the backward's flag are read before anything is written, on purpose.
     with nan_filled_outputs() if variant == "fa3" else contextlib.nullcontext():
         out, lse = torch.ops.flash_ext.fwd(q, k, v, **options)
@@ -257,16 +258,16 @@ def to_device(x: torch.Tensor) -> torch.Tensor:
 
 
 if __name__ == "__main__":
+    calls = [*cases(), *((problem, "fa3", False) for problem in fp8_cases())]
+    masks = list(masked())
     if "--count" in sys.argv:
-        print(len(list(cases())) + len(list(fp8_cases())))
+        print(len(calls) + len(masks))
     else:
-        for problem, variant, deterministic in cases():
+        for problem, variant, deterministic in calls:
             run(make_inputs(problem, "cpu"), problem, variant, deterministic)
-        for problem in fp8_cases():
-            run(make_inputs(problem, "cpu"), problem, "fa3", False)
         if variants()[-1] == "fa3":
             quantize_all()
-            for problem, mask, deterministic in masked():
+            for problem, mask, deterministic in masks:
                 run(make_inputs(problem, "cpu"), problem, "fa3", deterministic, **mask)
         combine()
         append()
@@ -274,5 +275,5 @@ if __name__ == "__main__":
         if "memcheck" in sys.argv:
             for case in wild_offsets():
                 run(*case)
-        count = len(list(cases())) + len(list(fp8_cases()))
+        count = len(calls) + (len(masks) if variants()[-1] == "fa3" else 0)
         print(f"{sys.argv[-1]}: {count} calls with flash_ext {flash_ext.__version__}")
