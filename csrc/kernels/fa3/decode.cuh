@@ -495,7 +495,7 @@ template <class Kernel>
 __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerSm)
     fa3_decode_kernel(const __grid_constant__ Fa3DecodeParams params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // sm_90a
-    ptx::wait_for_grid_before();      // which may write new keys (append_kv.cuh)
+    ptx::wait_for_grid_before();  // which may write new keys (append_kv.cuh)
     Kernel(params).run();
 #else
     __trap();  // never launched on other GPUs
