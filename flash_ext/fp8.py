@@ -54,11 +54,21 @@ from .ops.autograd import as_kernels_take, autocast_tensors, refuse_tangents, sa
 from .ops.call import is_real
 from .ops.checks import refuse, require_dtype, require_number, require_tensors
 from .ops.options import QK_8_BITS
-from .ops.quantize import SCALE_ROWS, check_scales, fp8_quantize, fp8_token_mean
+from .ops.quantize import (
+    SCALE_ROWS,
+    check_scales,
+    fp8_quantize,
+    fp8_quantize_qkv,
+    fp8_token_mean,
+)
 from .ops.schemas import bwd
 from .ops.torch_private import in_dual_level, in_transforms
 
 __all__ = ["attention", "attention_varlen", "quantize", "random_signs", "token_mean"]
+
+# So many keys, or more, have the mean that `attention` subtracts from all. (Any vector would do: it
+# changes results by rounding alone.) To read all keys takes as long as to quantize them.
+MEAN_ROWS = 512
 
 
 def random_signs(
@@ -102,6 +112,14 @@ def token_mean(
     """
     require_tensors(x=x)
     return fp8_token_mean(x.detach(), cu_seqlens=cu_seqlens, seqused=seqused)  # type: ignore[no-any-return]
+
+
+def _blocks(x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None) -> int:
+    """How many blocks of rows a head has, or the longest of packed sequences."""
+    longest = x.shape[1] if cu_seqlens is None and x.dim() == 4 else x.shape[0]
+    if cu_seqlens is not None and max_seqlen is not None:
+        longest = max_seqlen
+    return (longest + SCALE_ROWS - 1) // SCALE_ROWS
 
 
 def quantize(
@@ -162,12 +180,6 @@ def quantize(
     require_tensors(x=x)
     check_scales(scales)
     require_dtype("dtype", dtype)
-    blocks = 0
-    if scales == "block":
-        longest = x.shape[1] if cu_seqlens is None and x.dim() == 4 else x.shape[0]
-        if cu_seqlens is not None and max_seqlen is not None:
-            longest = max_seqlen
-        blocks = (longest + SCALE_ROWS - 1) // SCALE_ROWS
     return fp8_quantize(  # type: ignore[no-any-return]
         x.detach(),
         scales,
@@ -175,7 +187,7 @@ def quantize(
         mean=None if mean is None else mean.detach(),
         cu_seqlens=cu_seqlens,
         seqused=seqused,
-        blocks=blocks,
+        blocks=_blocks(x, cu_seqlens, max_seqlen) if scales == "block" else 0,
         dtype=dtype,
         transposed=transposed,
     )
@@ -363,17 +375,6 @@ class _Quantization(NamedTuple):
     smooths_k: bool
 
 
-def _mean_of_some(k: Tensor, cu_seqlens: Tensor | None, seqused: Tensor | None) -> Tensor:
-    """The mean that is subtracted from k: of 512 keys or more, evenly spaced, unless lengths differ.
-
-    Any vector would do: it changes results by rounding alone. All keys take as long to read as to
-    quantize.
-    """
-    if cu_seqlens is None and seqused is None:
-        k = k[:, :: max(k.shape[1] // 512, 1)]
-    return token_mean(k, cu_seqlens=cu_seqlens, seqused=seqused)
-
-
 def _attend_without_gradient(
     q: Tensor,
     k: Tensor,
@@ -383,16 +384,19 @@ def _attend_without_gradient(
     options: dict[str, Any],
 ) -> Any:
     (cu_seqlens_q, cu_seqlens_k), max_seqlens, dtype, signs, smooths_k = quantization
-    of_k: dict[str, Any] = {"cu_seqlens": cu_seqlens_k, "seqused": options.get("seqused_k")}
-    mean = _mean_of_some(k, **of_k) if smooths_k else None
-
-    q_8bit, q_descale = quantize(
-        q, dtype, signs=signs, cu_seqlens=cu_seqlens_q, max_seqlen=max_seqlens[0]
+    q_8bit, q_descale, k_8bit, k_descale, v_fp8, v_descale, mean = fp8_quantize_qkv(
+        q.detach(),
+        k.detach(),
+        v.detach(),
+        signs=signs,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        seqused_k=options.get("seqused_k"),
+        blocks_q=_blocks(q, cu_seqlens_q, max_seqlens[0]),
+        blocks_k=_blocks(k, cu_seqlens_k, max_seqlens[1]),
+        dtype=dtype,
+        mean_rows=MEAN_ROWS if smooths_k else 0,
     )
-    k_8bit, k_descale = quantize(
-        k, dtype, signs=signs, mean=mean, max_seqlen=max_seqlens[1], **of_k
-    )
-    v_fp8, v_descale = quantize(v, scales="channel", transposed=True, **of_k)
     options = options | {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     options["v_transposed"] = True
     if options.get("out_dtype") is None:
@@ -406,7 +410,7 @@ def _attend_without_gradient(
     if not return_lse:
         return attend(q_8bit, k_8bit, v_fp8, **options)
     out, lse = attend(q_8bit, k_8bit, v_fp8, return_lse=True, **options)
-    if mean is not None:
+    if smooths_k:
         q = q.detach()
         lse = lse + _shift(q, _slope(q, mean, options.get("scale"), cu_seqlens_q))
     return out, lse

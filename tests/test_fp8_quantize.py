@@ -24,7 +24,7 @@ from flash_ext import fp8, functional
 from flash_ext.cpu import transposed_v
 from flash_ext.cpu.quantize import butterflies, hadamard_dim
 from flash_ext.ops.options import QK_8_BITS
-from flash_ext.ops.quantize import SCALES, fp8_quantize, fp8_token_mean
+from flash_ext.ops.quantize import SCALES, fp8_quantize, fp8_quantize_qkv, fp8_token_mean
 
 import fp8_errors  # isort: skip
 from fp8_providers import OURS, PER_TENSOR  # isort: skip
@@ -399,6 +399,44 @@ def quantize_cases(device: str) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         cases.append(((packed, scales), of_blocks | more | {"cu_seqlens": cu_seqlens}))
     cases.append(((x, "block"), {"blocks": 2, "dtype": torch.int8}))
     return cases
+
+
+@pytest.mark.parametrize("smooths", [False, True])
+@pytest.mark.parametrize("kind", ["dense", "seqused", "packed", "empty"])
+def test_qkv_at_once(device: str, kind: str, smooths: bool) -> None:
+    """The op for all three is those for each, to the bit, and repeats while others run."""
+    rows, dim = (0 if kind == "empty" else 1300), 128
+    q, k, v = (random_rows(2, n, h, dim).to(device) for n, h in ((300, 4), (rows, 2), (rows, 2)))
+    k += 3
+    signs = fp8.random_signs(dim, device=device)
+    used = torch.tensor([rows // 2, rows], dtype=torch.int32, device=device)
+    options: dict[str, Any] = {"signs": signs, "dtype": torch.int8}
+    of_q: dict[str, Any] = {}
+    of_k: dict[str, Any] = {"seqused": used} if kind == "seqused" else {}
+    some = k[:, :: max(rows // 256, 1)] if kind in ("dense", "empty") else k
+    if kind == "packed":
+        q, k, v, some = (x.flatten(0, 1) for x in (q, k, v, some))
+        of_q = {"cu_seqlens": offsets(200, 400, device=device)}
+        of_k = {"cu_seqlens": offsets(1000, 1600, device=device)}
+    blocks = [-(-(x.shape[0] if kind == "packed" else x.shape[1]) // 128) for x in (q, k)]
+    mean = fp8_token_mean(some, **of_k) if smooths else None
+    wanted = (
+        *fp8_quantize(q, "block", blocks=blocks[0], **of_q, **options),
+        *fp8_quantize(k, "block", mean=mean, blocks=blocks[1], **of_k, **options),
+        *fp8_quantize(v, "channel", transposed=True, **of_k),
+        torch.empty(0, device=device) if mean is None else mean,
+    )
+    given = {
+        "cu_seqlens_q": of_q.get("cu_seqlens"), "cu_seqlens_k": of_k.get("cu_seqlens"),
+        "seqused_k": of_k.get("seqused"), "blocks_q": blocks[0], "blocks_k": blocks[1],
+        "mean_rows": 256 * smooths,
+    } | options  # fmt: skip
+    if kind != "empty":
+        torch.library.opcheck(fp8_quantize_qkv, (q, k, v), given)
+    for _ in range(20 if device == "cuda" else 1):
+        for got, want in zip(fp8_quantize_qkv(q, k, v, **given), wanted, strict=True):
+            assert got.dtype == want.dtype and got.shape == want.shape
+            assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
 
 
 def test_opcheck(device: str) -> None:

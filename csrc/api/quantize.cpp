@@ -109,14 +109,21 @@ std::optional<QuantizeParams> accept_quantize(const Tensor& x, const std::string
     return accepted ? params : std::nullopt;
 }
 
-// x_8bit and descale.
-std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x, const std::string& scales,
-                                         const QuantizeOptions& options) {
+// What is launched, the results, and the memory that it reads or works in.
+struct Quantization {
+    QuantizeParams params;
+    Tensor x_8bit, descale;
+    Tensor aligned, amax;
+};
+
+Quantization quantization_of(const Tensor& x, const std::string& scales,
+                             const QuantizeOptions& options) {
     const ScalarType dtype = options.dtype.value_or(ScalarType::Float8_e4m3fn);
     const std::optional<QuantizeParams> accepted = accept_quantize(x, scales, options, dtype);
     if (!accepted) refuse("fp8_quantize", x, scales, options);
     check_hopper(x);
-    QuantizeParams params = *accepted;
+    Quantization made{*accepted};
+    QuantizeParams& params = made.params;
     const Scales kind = params.scales;
     const float largest = params.to_int8 ? kMaxInt8 : kMaxFloat8;
     params.numerator = largest * (params.to_int8 ? kInt8Unit : 1.f) / kSumDivisor;
@@ -126,7 +133,7 @@ std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x, const std::string& sca
     const double norm = options.signs ? 1.0 / std::sqrt(double(params.hadamard_dim)) : 1.0;
     params.descale_of_1 = kSumDivisor * norm / largest;
 
-    const Tensor aligned = with_aligned_rows(x);
+    made.aligned = with_aligned_rows(x);
     std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
     if (options.transposed) {
         const size_t rows = shape.size() - 3;
@@ -135,42 +142,120 @@ std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x, const std::string& sca
                  transposed_keys(static_cast<int>(shape[rows]), params.batch, varlen)};
         if (!varlen) shape.insert(shape.begin(), params.batch);
     }
-    Tensor x_8bit = empty(x, shape, dtype);
+    made.x_8bit = empty(x, shape, dtype);
     shape.clear();
     if (kind != Scales::kTensor) shape = {params.batch, params.heads};
     if (kind == Scales::kBlock) shape.push_back(params.blocks);
     if (kind == Scales::kChannel) shape.push_back(params.head_dim);
-    Tensor descale = empty(x, shape, ScalarType::Float);
-    Tensor amax = kind == Scales::kBlock ? Tensor() : empty(x, shape, ScalarType::Float);
-    params.x = operand("x", aligned).view();
-    if (options.transposed) {
-        params.transposed = transposed_view(x_8bit.data_ptr(), params.heads, params.head_dim,
-                                            static_cast<int>(x_8bit.size(x.dim() - 1)));
-    } else {
-        params.x_8bit = static_cast<uint8_t*>(x_8bit.data_ptr());
+    made.descale = empty(x, shape, ScalarType::Float);
+    if (kind != Scales::kBlock) {
+        made.amax = empty(x, shape, ScalarType::Float);
+        params.amax = static_cast<float*>(made.amax.data_ptr());
     }
-    params.descale = static_cast<float*>(descale.data_ptr());
-    if (amax.defined()) params.amax = static_cast<float*>(amax.data_ptr());
-    launch_on_stream_of(x, [&](auto stream) { return quantize(params, device_of(x), stream); });
-    return {x_8bit, descale};
+    params.x = operand("x", made.aligned).view();
+    if (options.transposed) {
+        params.transposed = transposed_view(made.x_8bit.data_ptr(), params.heads, params.head_dim,
+                                            static_cast<int>(made.x_8bit.size(x.dim() - 1)));
+    } else {
+        params.x_8bit = static_cast<uint8_t*>(made.x_8bit.data_ptr());
+    }
+    params.descale = static_cast<float*>(made.descale.data_ptr());
+    return made;
 }
 
-// (B, H, D), float32.
-Tensor mean_of_rows(const Tensor& x, const std::optional<Tensor>& cu_seqlens,
-                    const std::optional<Tensor>& seqused) {
+// x_8bit and descale.
+std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x, const std::string& scales,
+                                         const QuantizeOptions& options) {
+    const Quantization made = quantization_of(x, scales, options);
+    launch_on_stream_of(x,
+                        [&](auto stream) { return quantize(made.params, device_of(x), stream); });
+    return {made.x_8bit, made.descale};
+}
+
+struct Mean {
+    QuantizeParams params;
+    Tensor mean;  // (B, H, D), float32
+    Tensor aligned, sums;
+};
+
+// Of every step-th row.
+Mean mean_of(const Tensor& x, const std::optional<Tensor>& cu_seqlens,
+             const std::optional<Tensor>& seqused, int step = 1) {
     const auto accepted = accept_rows(x, {.cu_seqlens = cu_seqlens, .seqused = seqused});
     if (!accepted) refuse("fp8_token_mean", x, cu_seqlens, seqused);
     check_hopper(x);
-    QuantizeParams params = *accepted;
-    const Tensor aligned = with_aligned_rows(x);
-    Tensor mean = empty(x, {params.batch, params.heads, params.head_dim}, ScalarType::Float);
-    const Tensor sums =
-        empty(x, {row_tile_count(params, kColumnRows), params.head_dim}, ScalarType::Float);
-    params.x = operand("x", aligned).view();
-    params.sums = static_cast<float*>(sums.data_ptr());
-    params.mean_out = static_cast<float*>(mean.data_ptr());
-    launch_on_stream_of(x, [&](auto stream) { return token_mean(params, stream); });
-    return mean;
+    Mean made{*accepted};
+    QuantizeParams& params = made.params;
+    made.aligned = with_aligned_rows(x);
+    params.x = operand("x", made.aligned).view();
+    params.x.row_stride *= step;
+    params.rows = ceil_div(params.rows, step);
+    made.mean = empty(x, {params.batch, params.heads, params.head_dim}, ScalarType::Float);
+    made.sums = empty(x, {row_tile_count(params, kColumnRows), params.head_dim}, ScalarType::Float);
+    params.sums = static_cast<float*>(made.sums.data_ptr());
+    params.mean_out = static_cast<float*>(made.mean.data_ptr());
+    return made;
+}
+
+Tensor mean_of_rows(const Tensor& x, const std::optional<Tensor>& cu_seqlens,
+                    const std::optional<Tensor>& seqused) {
+    const Mean made = mean_of(x, cu_seqlens, seqused);
+    launch_on_stream_of(x, [&](auto stream) { return token_mean(made.params, stream); });
+    return made.mean;
+}
+
+// Of q and k before attention.
+struct QkvOptions {
+    std::optional<Tensor> signs;
+    std::optional<Tensor> cu_seqlens_q;
+    std::optional<Tensor> cu_seqlens_k;
+    std::optional<Tensor> seqused_k;
+    int64_t blocks_q = 0;
+    int64_t blocks_k = 0;
+    std::optional<ScalarType> dtype;
+    int64_t mean_rows = 0;
+
+    auto fields() {
+        return std::tie(signs, cu_seqlens_q, cu_seqlens_k, seqused_k, blocks_q, blocks_k, dtype,
+                        mean_rows);
+    }
+};
+
+// x_8bit and descale of q, k and v, and the mean of k, of shape (0) without one.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_all(
+    const Tensor& q, const Tensor& k, const Tensor& v, const QkvOptions& options) {
+    std::optional<Mean> mean;
+    QuantizeOptions of_k{.signs = options.signs,
+                         .cu_seqlens = options.cu_seqlens_k,
+                         .seqused = options.seqused_k,
+                         .blocks = options.blocks_k,
+                         .dtype = options.dtype};
+    if (options.mean_rows > 0) {
+        const bool some = !options.cu_seqlens_k && !options.seqused_k && k.dim() == 4;
+        const int64_t step = some ? std::max<int64_t>(k.size(1) / options.mean_rows, 1) : 1;
+        mean = mean_of(k, options.cu_seqlens_k, options.seqused_k, static_cast<int>(step));
+        of_k.mean = mean->mean;
+    }
+    const Quantization q_made = quantization_of(q, "block",
+                                                {.signs = options.signs,
+                                                 .cu_seqlens = options.cu_seqlens_q,
+                                                 .blocks = options.blocks_q,
+                                                 .dtype = options.dtype});
+    const Quantization k_made = quantization_of(k, "block", of_k);
+    const Quantization v_made = quantization_of(
+        v, "channel",
+        {.cu_seqlens = options.cu_seqlens_k, .seqused = options.seqused_k, .transposed = true});
+    launch_on_stream_of(q, [&](auto stream) {
+        return quantize_qkv(q_made.params, k_made.params, v_made.params,
+                            mean ? &mean->params : nullptr, device_of(q), stream);
+    });
+    return {q_made.x_8bit,
+            q_made.descale,
+            k_made.x_8bit,
+            k_made.descale,
+            v_made.x_8bit,
+            v_made.descale,
+            mean ? mean->mean : empty(q, {0}, ScalarType::Float)};
 }
 
 }  // namespace
@@ -179,5 +264,6 @@ Tensor mean_of_rows(const Tensor& x, const std::optional<Tensor>& cu_seqlens,
 STABLE_TORCH_LIBRARY_IMPL(flash_ext, CUDA, m) {
     using namespace flash_ext;
     m.impl("fp8_quantize", boxed<quantize_rows>);
+    m.impl("fp8_quantize_qkv", boxed<quantize_all>);
     m.impl("fp8_token_mean", boxed<mean_of_rows>);
 }

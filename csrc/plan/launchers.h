@@ -171,7 +171,11 @@ cudaError_t quantize(QuantizeParams params, const GpuModel& gpu, cudaStream_t st
 inline constexpr int kColumnRows = 512;
 
 // mean_out: the mean over the rows in use of each sequence, 0 where it has none.
-cudaError_t token_mean(const QuantizeParams& params, cudaStream_t stream);
+cudaError_t token_mean(const QuantizeParams& params, cudaStream_t stream, bool pdl = false);
+
+// All of a call: q and k by blocks, v by channels and transposed. mean: of k, null for none.
+cudaError_t quantize_qkv(const QuantizeParams& q, const QuantizeParams& k, const QuantizeParams& v,
+                         const QuantizeParams* mean, const GpuModel& gpu, cudaStream_t stream);
 
 // Adds up rows, or attention over some keys each.
 cudaError_t sum_rows(const SumRowsParams& params, cudaStream_t stream);

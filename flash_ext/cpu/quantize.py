@@ -10,6 +10,7 @@ kernels' bit by bit (but for the bits of a NaN). Sums of means are in another or
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,14 @@ from torch import Tensor
 
 from ..ops.checks import refuse
 from ..ops.options import FP8
-from ..ops.quantize import SCALE_ROWS, batch_of, check_dtype, check_scales, descale_shape
+from ..ops.quantize import (
+    SCALE_ROWS,
+    batch_of,
+    check_dtype,
+    check_scales,
+    descale_shape,
+    quantize_qkv_by,
+)
 from ..ops.schemas import library
 from . import transposed_v
 from .checks import check_offsets, require_plain
@@ -282,5 +290,14 @@ def _token_mean_cpu(
     return mean
 
 
+def _mean_of_some(
+    k: Tensor, rows: int, cu_seqlens: Tensor | None, seqused: Tensor | None
+) -> Tensor:
+    if cu_seqlens is None and seqused is None and k.dim() == 4:
+        k = k[:, :: max(k.shape[1] // rows, 1)]
+    return _token_mean_cpu(k, cu_seqlens=cu_seqlens, seqused=seqused)
+
+
 library.impl("fp8_quantize", _quantize_cpu, "CPU")
 library.impl("fp8_token_mean", _token_mean_cpu, "CPU")
+library.impl("fp8_quantize_qkv", partial(quantize_qkv_by, _quantize_cpu, _mean_of_some), "CPU")

@@ -164,6 +164,7 @@ if cuda_missing is not None:
         "bwd",
         "check",
         "fp8_quantize",
+        "fp8_quantize_qkv",
         "fp8_token_mean",
         "combine_parts",
         "sum_rows",

@@ -1,16 +1,26 @@
-"""The ops `torch.ops.flash_ext.fp8_quantize` and `fp8_token_mean`, and their fake kernels.
+"""The ops `torch.ops.flash_ext.fp8_quantize`, `fp8_token_mean` and `fp8_quantize_qkv`, and their
+fake kernels.
 
     fp8_quantize(x, scales, *, signs, mean, cu_seqlens, seqused, blocks, dtype, transposed)
         -> (x_8bit, descale)
     fp8_token_mean(x, *, cu_seqlens, seqused) -> mean
+    fp8_quantize_qkv(q, k, v, *, options) -> (q_8bit, q_descale, k_8bit, k_descale, v_8bit,
+        v_descale, mean)
 
 x is (B, S, H, D), or (total, H, D) with cu_seqlens. `blocks` is the last dimension of the descales
 of scales="block": ceil(S / 128), or with cu_seqlens at least the longest sequence's. dtype is
-float8_e4m3fn if it is None. The rest is as in `flash_ext.fp8`. Neither op has a gradient.
+float8_e4m3fn if it is None. The rest is as in `flash_ext.fp8`. None of them has a gradient.
+
+`fp8_quantize_qkv` is the others before a call of attention, faster than they are one by one: q and
+k by blocks, v by channels and transposed. With mean_rows a mean is subtracted from k: that of so
+many rows or more, evenly spaced, or of all where sequences may differ in length. Otherwise the mean
+has shape (0).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,8 +98,15 @@ fp8_quantize = _define(
 fp8_token_mean = _define(
     "fp8_token_mean(Tensor x, *, Tensor? cu_seqlens=None, Tensor? seqused=None)", "Tensor"
 )
+fp8_quantize_qkv = _define(
+    "fp8_quantize_qkv(Tensor q, Tensor k, Tensor v, *, Tensor? signs=None,"
+    " Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? seqused_k=None,"
+    " SymInt blocks_q=0, SymInt blocks_k=0, ScalarType? dtype=None, int mean_rows=0)",
+    "(Tensor q_8bit, Tensor q_descale, Tensor k_8bit, Tensor k_descale, Tensor v_8bit,"
+    " Tensor v_descale, Tensor mean)",
+)
 
-
+register_no_gradient(library, fp8_quantize_qkv)
 register_no_gradient(library, fp8_quantize)
 register_no_gradient(library, fp8_token_mean)
 
@@ -124,3 +141,40 @@ def _fp8_token_mean_fake(x: Tensor, **tensors: Tensor | None) -> Tensor:
 
 register_fake("flash_ext::fp8_quantize", _fp8_quantize_fake, lib=library)
 register_fake("flash_ext::fp8_token_mean", _fp8_token_mean_fake, lib=library)
+
+
+def quantize_qkv_by(
+    quantize: Callable[..., tuple[Tensor, Tensor]],
+    mean_of_some: Callable[..., Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    signs: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    blocks_q: int = 0,
+    blocks_k: int = 0,
+    dtype: torch.dtype | None = None,
+    mean_rows: int = 0,
+) -> tuple[Tensor, ...]:
+    """`fp8_quantize_qkv` by the others, of the CPU or of fake tensors."""
+    of_k: dict[str, Any] = {"cu_seqlens": cu_seqlens_k, "seqused": seqused_k}
+    of_qk: dict[str, Any] = {"signs": signs, "dtype": dtype}
+    mean = mean_of_some(k, mean_rows, **of_k) if mean_rows > 0 else None
+    return (
+        *quantize(q, "block", cu_seqlens=cu_seqlens_q, blocks=blocks_q, **of_qk),
+        *quantize(k, "block", mean=mean, blocks=blocks_k, **of_k, **of_qk),
+        *quantize(v, "channel", transposed=True, **of_k),
+        q.new_empty((0,), dtype=torch.float32) if mean is None else mean,
+    )
+
+
+register_fake(
+    "flash_ext::fp8_quantize_qkv",
+    partial(
+        quantize_qkv_by, _fp8_quantize_fake, lambda k, _, **of_k: _fp8_token_mean_fake(k, **of_k)
+    ),
+    lib=library,
+)

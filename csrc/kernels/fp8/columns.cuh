@@ -25,7 +25,6 @@ template <class Element, Columns kColumns>
 __global__ void __launch_bounds__(kMaxQuantizeThreads, 2)
     columns_kernel(const __grid_constant__ QuantizeParams params) {
     __shared__ __align__(16) float partial[kRowGroups * kMaxQuantizeDim];  // (row group, D)
-    ptx::launch_dependents();
     const RowTile tile = row_tile(params, blockIdx.x, kColumnRows);
 
     const int vectors = params.head_dim / 8;
@@ -63,7 +62,8 @@ __global__ void __launch_bounds__(kMaxQuantizeThreads, 2)
 #pragma unroll
         for (int i = 0; i < kTogether; ++i) include(raw[i]);
     }
-    if constexpr (kColumns == Columns::kAmax) ptx::wait_for_grid_before();  // for zeros in amax
+    ptx::wait_for_grid_before();  // for zeros in amax
+    ptx::launch_dependents();     // which know then that the kernels before this one have ended
     float4* target = reinterpret_cast<float4*>(&partial[group * params.head_dim + column]);
     target[0] = {found[0], found[1], found[2], found[3]};
     target[1] = {found[4], found[5], found[6], found[7]};
@@ -91,6 +91,7 @@ inline constexpr int kMeanGroups = 4;
 __global__ void __launch_bounds__(kMeanGroups* kMaxQuantizeDim)
     mean_kernel(const __grid_constant__ QuantizeParams params) {
     __shared__ float partial[kMeanGroups * kMaxQuantizeDim];  // (group, D)
+    ptx::launch_dependents();
     const int sequence = blockIdx.x / params.heads;
     const int head = blockIdx.x % params.heads;
     const int group = threadIdx.x / params.head_dim;
@@ -129,8 +130,8 @@ cudaError_t reduce_columns(const QuantizeParams& params, cudaStream_t stream, bo
     });
 }
 
-cudaError_t token_mean(const QuantizeParams& params, cudaStream_t stream) {
-    const cudaError_t status = reduce_columns<Columns::kSum>(params, stream, false);
+cudaError_t token_mean(const QuantizeParams& params, cudaStream_t stream, bool pdl) {
+    const cudaError_t status = reduce_columns<Columns::kSum>(params, stream, pdl);
     if (status != cudaSuccess) return status;
     return launch_kernel<mean_kernel>(int64_t{params.batch} * params.heads,
                                       kMeanGroups * params.head_dim, 0, params, stream,

@@ -63,6 +63,7 @@ template <class Rows>
 FLASH_DEVICE void quantize_tiles(const QuantizeParams& params) {
     using Layout = typename Rows::Layout;
     __shared__ TileMaxima<Layout> maxima;
+    if (params.scales == Scales::kBlock) ptx::launch_dependents();
     maxima.init();
     const bool second_pass = is_second_pass(params);
     const float divisor = Rows::divisor(params);
@@ -119,6 +120,7 @@ FLASH_DEVICE void quantize_tiles(const QuantizeParams& params) {
         __syncwarp();  // the warp's results are complete
         store_results(params, results_at, stream.storage, tile);
     }
+    ptx::wait_for_grid_before();  // what comes after this kernel comes after all before it
 }
 
 template <class Rows>
@@ -137,8 +139,13 @@ __global__ void __launch_bounds__(kZeroThreads)
     if (i < scale_count(params)) params.amax[i] = 0.f;
 }
 
+inline cudaError_t zero_amax(const QuantizeParams& params, cudaStream_t stream) {
+    return launch_kernel<zero_amax_kernel>(ceil_div<int64_t>(scale_count(params), kZeroThreads),
+                                           kZeroThreads, 0, params, stream);
+}
+
 inline cudaError_t launch_quantize(const QuantizeParams& params, const GpuModel& gpu,
-                                   cudaStream_t stream) {
+                                   cudaStream_t stream, bool pdl) {
     const int hadamard_dim = params.signs == nullptr ? 0 : params.hadamard_dim;
     return dispatch<0, 16, 32, 64, 128, 256>(hadamard_dim, [&](auto dim) {
         return dispatch_element(params.element_type, [&](auto element) {
@@ -150,26 +157,35 @@ inline cudaError_t launch_quantize(const QuantizeParams& params, const GpuModel&
             return launch_kernel<quantize_kernel<Rows>>(
                 persistent_ctas<Layout>(params, gpu, threads, Rows::kSmThreads, bytes), threads,
                 bytes, params, stream,
-                {.pdl = params.scales != Scales::kBlock,
-                 .cluster = Layout::kCtas,
-                 .most_shared_bytes = kMostBytes});
+                {.pdl = pdl, .cluster = Layout::kCtas, .most_shared_bytes = kMostBytes});
         });
     });
 }
 
 cudaError_t quantize(QuantizeParams params, const GpuModel& gpu, cudaStream_t stream) {
-    cudaError_t status = cudaSuccess;
-    if (params.scales != Scales::kBlock)
-        status = launch_kernel<zero_amax_kernel>(
-            ceil_div<int64_t>(scale_count(params), kZeroThreads), kZeroThreads, 0, params, stream);
+    const bool pdl = params.scales != Scales::kBlock;
+    cudaError_t status = pdl ? zero_amax(params, stream) : cudaSuccess;
     if (status == cudaSuccess && params.scales == Scales::kChannel)
         status = reduce_columns<Columns::kAmax>(params, stream, /*pdl=*/true);
     params.finds_maxima = params.scales == Scales::kTensor || params.scales == Scales::kHead;
-    if (status == cudaSuccess && params.finds_maxima) status = launch_quantize(params, gpu, stream);
+    if (status == cudaSuccess && params.finds_maxima)
+        status = launch_quantize(params, gpu, stream, pdl);
     params.finds_maxima = false;
     if (status != cudaSuccess) return status;
-    return params.transposed.data == nullptr ? launch_quantize(params, gpu, stream)
+    return params.transposed.data == nullptr ? launch_quantize(params, gpu, stream, pdl)
                                              : transpose_rows(params, stream);
+}
+
+// Each kernel begins where the one before has left SMs. Those of q and k read nothing that the one
+// before writes, and the mean is complete: the maxima of v have waited for it.
+cudaError_t quantize_qkv(const QuantizeParams& q, const QuantizeParams& k, const QuantizeParams& v,
+                         const QuantizeParams* mean, const GpuModel& gpu, cudaStream_t stream) {
+    cudaError_t status = zero_amax(v, stream);
+    if (status == cudaSuccess && mean != nullptr) status = token_mean(*mean, stream, /*pdl=*/true);
+    if (status == cudaSuccess) status = reduce_columns<Columns::kAmax>(v, stream, /*pdl=*/true);
+    if (status == cudaSuccess) status = launch_quantize(q, gpu, stream, /*pdl=*/true);
+    if (status == cudaSuccess) status = launch_quantize(k, gpu, stream, /*pdl=*/true);
+    return status == cudaSuccess ? transpose_rows(v, stream) : status;
 }
 
 }  // namespace flash_ext
