@@ -122,7 +122,8 @@ Quantization quantization_of(const Tensor& x, const std::string& scales,
     const std::optional<QuantizeParams> accepted = accept_quantize(x, scales, options, dtype);
     if (!accepted) refuse("fp8_quantize", x, scales, options);
     check_hopper(x);
-    Quantization made{*accepted};
+    Quantization made{};
+    made.params = *accepted;
     QuantizeParams& params = made.params;
     const Scales kind = params.scales;
     const float largest = params.to_int8 ? kMaxInt8 : kMaxFloat8;
@@ -184,7 +185,8 @@ Mean mean_of(const Tensor& x, const std::optional<Tensor>& cu_seqlens,
     const auto accepted = accept_rows(x, {.cu_seqlens = cu_seqlens, .seqused = seqused});
     if (!accepted) refuse("fp8_token_mean", x, cu_seqlens, seqused);
     check_hopper(x);
-    Mean made{*accepted};
+    Mean made{};
+    made.params = *accepted;
     QuantizeParams& params = made.params;
     made.aligned = with_aligned_rows(x);
     params.x = operand("x", made.aligned).view();
