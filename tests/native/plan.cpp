@@ -111,8 +111,10 @@ cudaError_t fa3_forward_fp8(const ForwardParams& params, const ForwardKernel&, c
                 kHeadDim, kHeadDimV);
 }
 template <int kHeadDim, int kHeadDimV>
-cudaError_t fa3_backward(const BackwardParams&, const BackwardKernel&, cudaStream_t) {
-    return note("fa3_backward", kHeadDim, kHeadDimV);
+cudaError_t fa3_backward(const BackwardParams&, const BackwardKernel& kernel, cudaStream_t) {
+    constexpr const char* kNames[] = {"fa3_backward", "fa3_backward, stores dbias",
+                                      "fa3_backward, adds dbias"};
+    return note(kNames[static_cast<int>(kernel.stored_dbias)], kHeadDim, kHeadDimV);
 }
 template <int kHeadDim, int kHeadDimV>
 cudaError_t fa3_backward_wide(const BackwardParams&, const BackwardKernel&, cudaStream_t) {
@@ -361,6 +363,7 @@ struct Problem {
         fill(params);
         params.deterministic = deterministic;
         if (bias) params.dbias = kMemory;
+        params.dbias_factor = 1.f;
         if (!wanted.empty()) plan.wanted = *variant_of(wanted);
         if (sink) params.dsink = reinterpret_cast<float*>(kMemory);
         params.dout = operands()[4].view();
