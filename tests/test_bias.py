@@ -249,7 +249,7 @@ def test_a_bias_without_columns_hides_all_keys(variant: str, device: str) -> Non
     check(problem, variant, device)
 
 
-# --- The gradient by the kernels of Hopper GPUs (kernels/fa3/bias_gradient.cuh, stored_dbias.cuh) ---
+# --- The gradient by kernels/fa3/bias_gradient.cuh and stored_dbias.cuh, of Hopper GPUs ---
 
 
 def gradients() -> Iterator[Problem]:

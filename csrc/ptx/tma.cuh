@@ -59,8 +59,8 @@ FLASH_DEVICE void bulk_add(float* global, uint32_t shared, int bytes) {
 FLASH_DEVICE void tma_store_4d(const CUtensorMap& map, uint32_t shared, int x, int y, int z,
                                int w) {
     asm volatile(
-        "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::
-            "l"(&map),
+        "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], "
+        "[%1];" ::"l"(&map),
         "r"(shared), "r"(x), "r"(y), "r"(z), "r"(w)
         : "memory");
 }

@@ -40,8 +40,8 @@
 // short sequences the first KV tile of a head therefore comes well before its others (lead_of).
 //
 // Shared memory: K, V; pipelines of Q and dO tiles with lse and delta; two stages of dS^T; each
-// consumer's half of dQ; the work-tile pipeline (KeyTile); with a bias a pipeline of its tiles. A
-// mask of tiles (mask_tiles.cuh) comes with Q.
+// consumer's half of dQ; the work-tile pipeline (KeyTile); with a bias a pipeline of its tiles, and
+// dS by queries, as dbias has it (stored_dbias.cuh). A mask of tiles (mask_tiles.cuh) comes with Q.
 //
 //   barrier               arrivals per phase                   who waits
 //   full(Q, dO, K, V)     1: its producer; and TMA's bytes     consumers, before the matmul
@@ -58,8 +58,9 @@
 //   fetch                 1: producer of Q, before the last    producer of KV tiles, before it
 //                         load of a tile                       fetches the next
 //   dS (of each stage)    8: each consumer warp, when its dS   consumers, before they start dQ and
-//                         is written and its dQ of the         before they overwrite the other
-//                         iteration before is complete         stage
+//                         is written, its dQ of the iteration  before they overwrite the other
+//                         before complete, and read what TMA   stage
+//                         stores of that as dbias
 //   full(dQ)              4: each warp of the consumer, when   producer that adds it
 //                         its fragments are written
 //   empty(dQ)             1: that producer, when TMA has read  that consumer, before its next dQ
@@ -158,6 +159,15 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
         uint32_t kept[kDropout ? ceil_div(Scores::kN, 8) : 1];  // bits of the elements of S
     };
 
+    template <bool kFirst, class A, class B>
+    static FLASH_DEVICE const auto& first_if(const A& a, const B& b) {
+        if constexpr (kFirst) {
+            return a;
+        } else {
+            return b;
+        }
+    }
+
     // Operands in shared memory. Operands of pipelines are in the first stage.
     struct Operands {
         const Fa3Backward& cta;
@@ -179,12 +189,10 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
 
         // dS with this consumer's keys as rows, and with the queries of its half of dQ.
         FLASH_DEVICE const auto& ds_of_keys() const {
-            if constexpr (Base::kDSByQuery) return ds_columns;
-            else return ds_rows;
+            return first_if<Base::kDSByQuery>(ds_columns, ds_rows);
         }
         FLASH_DEVICE const auto& ds_of_queries() const {
-            if constexpr (Base::kDSByQuery) return ds_rows;
-            else return ds_columns;
+            return first_if<Base::kDSByQuery>(ds_rows, ds_columns);
         }
     };
 

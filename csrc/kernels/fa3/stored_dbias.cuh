@@ -57,8 +57,8 @@ template <class Params>
 FLASH_DEVICE int64_t dbias_index(const Params& params, const Sequence& sequence, int head,
                                  int first_query, int first_key) {
     const BiasMap& bias = params.bias_map;
-    const int64_t matrix = int64_t{sequence.batch} * bias.batch_step * params.bias.sizes[1] +
-                           head * bias.head_step;
+    const int64_t matrix =
+        int64_t{sequence.batch} * bias.batch_step * params.bias.sizes[1] + head * bias.head_step;
     return (matrix * params.seqlen_q + first_query) * params.seqlen_k + first_key;
 }
 
@@ -85,8 +85,7 @@ FLASH_DEVICE void store_dbias_rows(const Params& params, const Scores& ds, const
     const int key = first_key + ptx::lane_not_hoisted() / 4;
     const int rows = params.seqlen_q - query;
     const int cols = params.seqlen_k - key;
-    float* p =
-        static_cast<float*>(params.dbias) + dbias_index(params, sequence, head, query, key);
+    float* p = static_cast<float*>(params.dbias) + dbias_index(params, sequence, head, query, key);
 #pragma unroll
     for (int n = 0; n < Scores::kN; ++n) {
 #pragma unroll
