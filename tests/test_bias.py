@@ -249,7 +249,7 @@ def test_a_bias_without_columns_hides_all_keys(variant: str, device: str) -> Non
     check(problem, variant, device)
 
 
-# --- The gradient by the kernel of Hopper GPUs (kernels/fa3/bias_gradient.cuh) ---
+# --- The gradient by kernels/fa3/bias_gradient.cuh and stored_dbias.cuh, of Hopper GPUs ---
 
 
 def gradients() -> Iterator[Problem]:
@@ -280,6 +280,51 @@ def gradients() -> Iterator[Problem]:
 def test_gradient_against_float64(problem: Problem) -> None:
     """ "auto": Hopper GPUs run their kernel, whichever variant runs the rest."""
     check(problem, "auto", "cuda")
+
+
+def stored_gradients() -> Iterator[Problem]:
+    """An element of dbias is one of dS, or the sum of two; tiles that masks hide on every side."""
+    masks = ({}, {"causal": True}, {"window": (100, 60)}, {"window": (40, -1)})
+    lengths = ((150, 296), (300, 136), (257, 520), (33, 504), (520, 264), (1900, 72), (1, 1000))
+    terms = (("bhqk", 3), ("1hqk", 1), ("1hqk", 2), ("11qk", 1))
+    problems = (
+        Problem(
+            batch,
+            *lengths[index % 7],
+            head_dim=d,
+            head_dim_v=24 if index % 9 == 0 else None,
+            bias=pattern,
+            bias_type="float32" if d <= 64 and index % 3 == 0 else "input",
+            **mask,
+        )
+        for index, ((pattern, batch), d, mask) in enumerate(
+            itertools.product(terms, (32, 64, 128, 40, 96), masks)
+        )
+    )
+    return alternate(problems)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("problem", stored_gradients(), ids=str)
+def test_stored_gradient_against_float64(problem: Problem) -> None:
+    """Hopper GPUs: the backward stores it (kernels/fa3/stored_dbias.cuh)."""
+    check(problem, "auto", "cuda", deterministic=problem.seed % 2 == 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("d", (32, 64, 128))
+@pytest.mark.parametrize(
+    ("pattern", "bias_type"), (("bhqk", "input"), ("bhqk", "float32"), ("1hqk", "input"))
+)
+def test_stored_gradient_is_repeatable(pattern: str, bias_type: str, d: int) -> None:
+    """Also where CTAs add to it, each once: two terms have one sum in any order."""
+    problem = Problem(2, 700, 1000, 6, 2, d, causal=True, bias=pattern, bias_type=bias_type)
+    first = run(problem, "auto", "cuda")["dbias"]
+    for _ in range(20):
+        again = run(problem, "auto", "cuda")["dbias"]
+        assert_all_bitwise_equal({"dbias": again}, {"dbias": first})
+    other = run(problem, "fa2", "cuda")["dbias"]
+    torch.testing.assert_close(first, other, rtol=2e-2, atol=2e-2 * float(other.abs().max()))
 
 
 # (batch, heads, CTAs of a cluster on 132 SMs), for tests/test_plan.py, too.
@@ -320,25 +365,48 @@ def test_gradient_of_shared_heads_is_repeatable(pattern: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("d", (32, 64, 128))
 @pytest.mark.parametrize("value", (-20000.0, 40000.0))
-def test_gradient_with_large_lse(value: float, d: int) -> None:
+@pytest.mark.parametrize("pattern", ("1hqk", "bhqk"))
+def test_gradient_with_large_lse(pattern: str, value: float, d: int) -> None:
     """Whole rows of a large bias: their lse is too coarse, and P comes from references."""
-    problem = Problem(3, 200, 300, 2, 2, d, bias="1hqk", bias_type="float32")
+    problem = Problem(3, 200, 300, 2, 2, d, bias=pattern, bias_type="float32")
     inputs = make_inputs(problem, "cuda")
     with torch.no_grad():
         inputs.bias[:, :, 30:90] = value
     check(problem, "auto", "cuda", inputs=inputs)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("variant", ("fa2", "auto"))
-def test_a_named_variant_computes_all_gradients(variant: str) -> None:
-    """And where none is named Hopper GPUs run their kernel."""
-    problem = Problem(4, 100, 100, 2, 2, 64, bias="1hqk")
+def kernels_of(problem: Problem, variant: str) -> str:
+    """The names of the kernels that a forward and a backward run."""
     run(problem, variant, "cuda")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run(problem, variant, "cuda")
         torch.cuda.synchronize()
-    kernels = " ".join(event.name for event in profile.events())
+    return " ".join(event.name for event in profile.events())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("batch", "pattern", "keys", "stored"),
+    (
+        *((3, "bhqk", 104, True), (1, "1hqk", 104, True), (2, "1hqk", 104, True)),
+        *((3, "1hqk", 104, False), (3, "bhqk", 100, False)),
+    ),
+)
+def test_the_backward_stores_what_needs_no_sum(
+    batch: int, pattern: str, keys: int, stored: bool
+) -> None:
+    """No kernel for the gradient then, on Hopper GPUs."""
+    kernels = kernels_of(Problem(batch, 100, keys, 2, 2, 64, bias=pattern), "auto")
+    hopper = torch.cuda.get_device_capability()[0] == 9
+    assert ("Fa3BiasGradient" in kernels) == (hopper and not stored)
+    assert ("bias_gradient_kernel" in kernels) != hopper
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", ("fa2", "auto"))
+def test_a_named_variant_computes_all_gradients(variant: str) -> None:
+    """And where none is named Hopper GPUs run their kernel."""
+    kernels = kernels_of(Problem(4, 100, 100, 2, 2, 64, bias="1hqk"), variant)
     hopper = torch.cuda.get_device_capability()[0] == 9
     assert ("Fa3BiasGradient" in kernels) == (variant == "auto" and hopper)
     assert ("bias_gradient_kernel" in kernels) != ("Fa3BiasGradient" in kernels)

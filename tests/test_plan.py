@@ -845,6 +845,41 @@ def test_bias_gradient_of_fa3_lacks_options(fields: dict, native: ModuleType) ->
     assert p.backward("fa2").launches[-1] == "bias_gradient"
 
 
+STORED: dict[str, object] = {
+    **{"batch": 2, "seqlen_q": 300, "seqlen_k": 304, "heads_q": 2, "heads_k": 2},
+    "bias_sizes": (2, 2, 300, 304),
+}
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    (
+        ({}, "stores"),
+        ({"bias_float32": True}, "stores"),
+        ({"heads_k": 1}, "stores"),
+        ({"batch": 1, "bias_sizes": (1, 2, 300, 304)}, "stores"),
+        ({"window_right": 0, "deterministic": True}, "stores"),
+        ({"bias_sizes": (1, 2, 300, 304)}, "adds"),
+        ({"bias_sizes": (2, 1, 300, 304)}, "adds"),
+        ({"bias_sizes": (1, 2, 300, 304), "bias_float32": True}, None),  # no registers
+        ({"bias_sizes": (1, 1, 300, 304)}, None),  # four terms
+        ({"bias_sizes": (2, 2, 1, 304)}, None),
+        ({"bias_sizes": (2, 2, 300, 1)}, None),
+        ({"seqlen_k": 300, "bias_sizes": (2, 2, 300, 300)}, None),  # rows TMA cannot address
+        ({"dbias_factor": 0.5}, None),
+    ),
+)
+def test_fa3_backward_stores_dbias(fields: dict, expected: str | None, native: ModuleType) -> None:
+    """Where an element of dbias is one of dS, or the sum of two, there is no kernel for it."""
+    p = problem(native, bias=True, wanted="fa3", **STORED | fields)
+    first, *others = p.backward("fa3").launches
+    if expected is None:
+        assert first == "fa3_backward<64, 64>"
+        assert [x.split(",")[0] for x in others] == ["fa3_bias_gradient"]
+    else:
+        assert [first, *others] == [f"fa3_backward, {expected} dbias<64, 64>"]
+
+
 def test_gpu_problems_have_every_cluster(native: ModuleType) -> None:
     """Of the gradient of a bias, in tests/test_bias.py."""
     p = problem(native, seqlen_q=128, seqlen_k=128, bias=True, wanted="fa3")

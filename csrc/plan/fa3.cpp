@@ -63,6 +63,22 @@ void plan_bias(Plan& plan) {
     plan.workspace.reserve(tiled.data, tiled.element_bytes * elements);
 }
 
+// Can the backward with the kernels that the plan has chosen store dbias itself?
+StoredDBias stored_dbias(const BackwardPlan& plan) {
+    using enum StoredDBias;
+    const BackwardParams& params = plan.params;
+    const Bias& bias = params.bias;
+    const bool is_float32 = bias.type == BiasType::kFloat32;
+    if (params.dbias == nullptr || params.dbias_factor != 1.f) return kNo;
+    if (bias.sizes[2] != params.seqlen_q || bias.sizes[3] != params.seqlen_k) return kNo;
+    if (reinterpret_cast<uintptr_t>(params.dbias) % 16 != 0 ||
+        bias.sizes[3] * plan.kernel.bias.element_bytes % 16 != 0)
+        return kNo;
+    const int terms = params.batch / bias.sizes[0] * (params.heads_q / bias.sizes[1]);
+    // Three would be added in any order. Of float32 there are no registers for additions.
+    return terms == 1 ? kStored : terms == 2 && !is_float32 ? kAdded : kNo;
+}
+
 // Of the call with its rows in aligned copies.
 OptionSet aligned_options(const AttentionParams& params) {
     constexpr unsigned kUnaligned = static_cast<unsigned>(OptionSet::kUnaligned);
@@ -364,6 +380,8 @@ void plan_fa3_backward(BackwardPlan& plan) {
                       choose_kernel(plan, tuning::kFa3BackwardWide, options_of(params));
     const HeadDims dims = kernel.head_dims;
     plan_bias(plan);
+    kernel.stored_dbias = stored_dbias(plan);
+    kernel.hides_tiles = plan.mask.is_masked();
     const int block_kv = wide ? tuning::kFa3BackwardWideBlock : tuning::kFa3BackwardBlockKV;
     split_heads(plan, params.tile_mask.kv_tiles == nullptr
                           ? choose_parts(params, plan.mask,

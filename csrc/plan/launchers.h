@@ -63,6 +63,10 @@ struct BiasGradientKernel {
     int ctas;  // of a cluster
 };
 
+// Does FA3's backward itself write dbias: store dS, or add two of them? See
+// kernels/fa3/stored_dbias.cuh.
+enum class StoredDBias { kNo, kStored, kAdded };
+
 // The kernels of a backward.
 struct BackwardKernel {
     HeadDims head_dims{};
@@ -73,6 +77,8 @@ struct BackwardKernel {
     bool many_queries = false;
     int lead = 0;  // see lead_of()
     TiledBias bias;
+    StoredDBias stored_dbias = StoredDBias::kNo;
+    bool hides_tiles = false;  // may the mask?
     // FA3 for wide heads. The dS of ds_heads heads of K and V is stored at a time; the last ones
     // may be fewer. 0: the dQ kernel computes dS again.
     int ds_heads = 0;

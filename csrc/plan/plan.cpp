@@ -58,6 +58,7 @@ void copy_inputs(Plan& plan) {
 void choose_bias_gradient(BackwardPlan& plan) {
     const BackwardParams& params = plan.params;
     if (params.dbias == nullptr || plan.wanted != Variant::kFa3) return;
+    if (plan.kernel.stored_dbias != StoredDBias::kNo) return;
     const Operand operands[] = {operand_of(params, params.q, Rows::kQueries, params.head_dim),
                                 operand_of(params, params.k, Rows::kKeys, params.head_dim),
                                 operand_of(params, params.v, Rows::kKeys, params.head_dim_v),
@@ -195,7 +196,8 @@ cudaError_t launch(const BackwardPlan& plan, cudaStream_t stream) {
     if (status == cudaSuccess && plan.cu_seqlens_q != nullptr)
         status = sanitize_cu_seqlens(params, plan.cu_seqlens_q, plan.cu_seqlens_k, stream);
     if (status == cudaSuccess) status = row_for(plan.variant).backward(plan, stream);
-    if (status == cudaSuccess && params.dbias != nullptr)
+    if (status == cudaSuccess && params.dbias != nullptr &&
+        plan.kernel.stored_dbias == StoredDBias::kNo)
         status = plan.kernel.bias_gradient ? run_fa3_bias_gradient(plan, stream)
                                            : bias_gradient(params, stream);
     if (status == cudaSuccess && params.dsink != nullptr) status = sink_gradient(params, stream);

@@ -54,6 +54,26 @@ FLASH_DEVICE void bulk_add(float* global, uint32_t shared, int bytes) {
         : "memory");
 }
 
+// A box from shared memory to the tensor at these coordinates. What lies past its bounds is left
+// out.
+FLASH_DEVICE void tma_store_4d(const CUtensorMap& map, uint32_t shared, int x, int y, int z,
+                               int w) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], "
+        "[%1];" ::"l"(&map),
+        "r"(shared), "r"(x), "r"(y), "r"(z), "r"(w)
+        : "memory");
+}
+
+// Adds it to what is there, element by element.
+FLASH_DEVICE void tma_add_4d(const CUtensorMap& map, uint32_t shared, int x, int y, int z, int w) {
+    asm volatile(
+        "cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group"
+        " [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
+        "r"(shared), "r"(x), "r"(y), "r"(z), "r"(w)
+        : "memory");
+}
+
 // Makes a group of this thread's bulk operations since the last one.
 FLASH_DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 

@@ -173,9 +173,10 @@ TileOrder tile_order_of(const AttentionParams& params, int rows, int block, int 
 }
 
 // Of float32, whose tiles have two stages, if the kernel has it.
-TiledBias bias_of(const AttentionParams& params) {
+TiledBias bias_of(const AttentionParams& params, bool may_be_float32 = true) {
+    const bool is_float32 = may_be_float32 && params.head_dim <= tuning::kFa3Float32BiasHeadDim;
     return {.data = global,
-            .element_bytes = params.head_dim <= tuning::kFa3Float32BiasHeadDim ? 4 : 2,
+            .element_bytes = is_float32 ? 4 : 2,
             .broadcast = {},
             .sizes = {params.batch, params.heads_q, params.seqlen_q, params.seqlen_k},
             .strides = {}};
@@ -226,7 +227,9 @@ cudaError_t forward_fp8(const Shape& call) {
     return launch_forward<Kernel>(call, ElementType::kFloat8, false, kGivenVT);
 }
 
-template <int kHeadDim, bool kManyQueries = false, OptionSet kOptions = tuning::kVarlen>
+// With a bias it stores dbias.
+template <int kHeadDim, bool kManyQueries = false, OptionSet kOptions = tuning::kVarlen,
+          bool kMayBeFloat32 = true>
 cudaError_t backward(const Shape& call) {
     using Kernel =
         Fa3Backward<Element, kHeadDim, kHeadDim, kOptions,
@@ -235,7 +238,15 @@ cudaError_t backward(const Shape& call) {
         auto params = backward_params(call, kHeadDim, changes_scores(kOptions));
         params.tile_order =
             tile_order_of(params, params.seqlen_k, Kernel::kBlockKV, params.heads_k);
-        return launch_fa3_backward<Kernel>(params, {.gpu = {.sms = kSms}, .bias = bias_of(params)},
+        const TiledBias bias = bias_of(params, kMayBeFloat32);
+        params.bias.type = bias.element_bytes == 4 ? BiasType::kFloat32 : BiasType::kElement;
+        std::ranges::copy(bias.sizes, params.bias.sizes);
+        params.dbias = global;
+        return launch_fa3_backward<Kernel>(params,
+                                           {.gpu = {.sms = kSms},
+                                            .bias = bias,
+                                            .stored_dbias = StoredDBias::kStored,
+                                            .hides_tiles = true},
                                            nullptr);
     });
 }
@@ -339,6 +350,7 @@ const std::map<std::string, cudaError_t (*)(const Shape&)> kKernels{
     {"backward 128, many queries", backward<128, true>},
     {"backward 64, general", backward<64, false, tuning::kFa3Scores>},
     {"backward 64, bias", backward<64, false, tuning::kFa3Bias>},
+    {"backward 64, bias of 16 bits", backward<64, false, tuning::kFa3Bias, false>},
     {"backward 128, bias", backward<128, false, tuning::kFa3Bias>},
     {"backward_dkdv 192", backward_dkdv<192, false>},
     {"backward_dkdv 256, stores dS", backward_dkdv<256, true>},

@@ -111,8 +111,10 @@ cudaError_t fa3_forward_fp8(const ForwardParams& params, const ForwardKernel&, c
                 kHeadDim, kHeadDimV);
 }
 template <int kHeadDim, int kHeadDimV>
-cudaError_t fa3_backward(const BackwardParams&, const BackwardKernel&, cudaStream_t) {
-    return note("fa3_backward", kHeadDim, kHeadDimV);
+cudaError_t fa3_backward(const BackwardParams&, const BackwardKernel& kernel, cudaStream_t) {
+    constexpr const char* kNames[] = {"fa3_backward", "fa3_backward, stores dbias",
+                                      "fa3_backward, adds dbias"};
+    return note(kNames[static_cast<int>(kernel.stored_dbias)], kHeadDim, kHeadDimV);
 }
 template <int kHeadDim, int kHeadDimV>
 cudaError_t fa3_backward_wide(const BackwardParams&, const BackwardKernel&, cudaStream_t) {
@@ -210,6 +212,8 @@ struct Problem {
     bool repeated_rows = false;  // of k
     std::string wanted;          // the variant; empty: that whose backward runs
     int bias_sizes[4] = {1, 1, 1, 1};
+    bool bias_float32 = false;
+    float dbias_factor = 1.f;
     std::string odd_rows;         // the names of tensors whose rows begin at any address
     bool expanded_heads = false;  // of k and v
     bool seqused = false;
@@ -298,6 +302,7 @@ struct Problem {
         params.scale = params.scale_log2 = 1.f;
         params.softcap = static_cast<float>(softcap);
         if (bias) params.bias.data = kMemory;
+        if (bias_float32) params.bias.type = BiasType::kFloat32;
         std::ranges::copy(bias_sizes, params.bias.sizes);
         if (sink) params.sink = reinterpret_cast<float*>(kMemory);
         if (alibi) params.alibi_slopes = reinterpret_cast<float*>(kMemory);
@@ -361,6 +366,7 @@ struct Problem {
         fill(params);
         params.deterministic = deterministic;
         if (bias) params.dbias = kMemory;
+        params.dbias_factor = dbias_factor;
         if (!wanted.empty()) plan.wanted = *variant_of(wanted);
         if (sink) params.dsink = reinterpret_cast<float*>(kMemory);
         params.dout = operands()[4].view();
@@ -381,6 +387,7 @@ struct Problem {
                               {"dq_semaphore", &params.dq_semaphore},
                               {"tile_count_semaphore", &params.tile_count_semaphore},
                               {"ds", &plan.kernel.ds},
+                              {"bias", &plan.kernel.bias.data},
                               {"q", &params.q.data},
                               {"k", &params.k.data},
                               {"v", &params.v.data},
@@ -444,6 +451,8 @@ PYBIND11_MODULE(MODULE, m) {
             [](Problem& p, const std::array<int, 4>& sizes) {
                 std::ranges::copy(sizes, p.bias_sizes);
             })
+        .def_readwrite("bias_float32", &Problem::bias_float32)
+        .def_readwrite("dbias_factor", &Problem::dbias_factor)
         .def_readwrite("fp8", &Problem::fp8)
         .def_readwrite("int8", &Problem::int8)
         .def_readwrite("alibi", &Problem::alibi)

@@ -40,8 +40,8 @@
 // short sequences the first KV tile of a head therefore comes well before its others (lead_of).
 //
 // Shared memory: K, V; pipelines of Q and dO tiles with lse and delta; two stages of dS^T; each
-// consumer's half of dQ; the work-tile pipeline (KeyTile); with a bias a pipeline of its tiles. A
-// mask of tiles (mask_tiles.cuh) comes with Q.
+// consumer's half of dQ; the work-tile pipeline (KeyTile); with a bias a pipeline of its tiles, and
+// dS by queries, as dbias has it (stored_dbias.cuh). A mask of tiles (mask_tiles.cuh) comes with Q.
 //
 //   barrier               arrivals per phase                   who waits
 //   full(Q, dO, K, V)     1: its producer; and TMA's bytes     consumers, before the matmul
@@ -58,8 +58,9 @@
 //   fetch                 1: producer of Q, before the last    producer of KV tiles, before it
 //                         load of a tile                       fetches the next
 //   dS (of each stage)    8: each consumer warp, when its dS   consumers, before they start dQ and
-//                         is written and its dQ of the         before they overwrite the other
-//                         iteration before is complete         stage
+//                         is written, its dQ of the iteration  before they overwrite the other
+//                         before complete, and read what TMA   stage
+//                         stores of that as dbias
 //   full(dQ)              4: each warp of the consumer, when   producer that adds it
 //                         its fragments are written
 //   empty(dQ)             1: that producer, when TMA has read  that consumer, before its next dQ
@@ -107,7 +108,7 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
     }
     FLASH_DEVICE void store_ds(const Operand& rdS, uint32_t stage) const {
         const uint32_t lane = threadIdx.x % 32;
-        if constexpr (kTuning.transpose_dq) {
+        if constexpr (Base::kDSByQuery) {
             const uint32_t address = ds_tile(stage) + DSTile::offset(lane / 16 * 8 + lane % 8,
                                                                      warp_key / 8 + lane / 8 % 2);
 #pragma unroll
@@ -158,6 +159,15 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
         uint32_t kept[kDropout ? ceil_div(Scores::kN, 8) : 1];  // bits of the elements of S
     };
 
+    template <bool kFirst, class A, class B>
+    static FLASH_DEVICE const auto& first_if(const A& a, const B& b) {
+        if constexpr (kFirst) {
+            return a;
+        } else {
+            return b;
+        }
+    }
+
     // Operands in shared memory. Operands of pipelines are in the first stage.
     struct Operands {
         const Fa3Backward& cta;
@@ -176,6 +186,14 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
         MNMajor<KTile> k_columns{cta.k_pipeline.stages + (kTuning.transpose_dq ? consumer : 0) *
                                                              (64 / KTile::kAtomCols) *
                                                              KTile::kAtomBytes};
+
+        // dS with this consumer's keys as rows, and with the queries of its half of dQ.
+        FLASH_DEVICE const auto& ds_of_keys() const {
+            return first_if<Base::kDSByQuery>(ds_columns, ds_rows);
+        }
+        FLASH_DEVICE const auto& ds_of_queries() const {
+            return first_if<Base::kDSByQuery>(ds_rows, ds_columns);
+        }
     };
 
     // S^T = K Q^T
@@ -213,7 +231,7 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
             gemm_async<Element, kBlockQ>(s.rdK, s.rdS, q_columns, s.accumulate);
         } else {
             ptx::barrier_sync(kDSStoredBarrier + consumer, 128);  // its dS is complete
-            gemm_async<Element, kBlockQ>(s.rdK, in_stage<DSTile::kBytes>(x.ds_rows, s.ds),
+            gemm_async<Element, kBlockQ>(s.rdK, in_stage<DSTile::kBytes>(x.ds_of_keys(), s.ds),
                                          q_columns, s.accumulate);
         }
     }
@@ -231,7 +249,7 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
             gemm_async<Element, kBlockKV>(s.rdQ, x.k_columns,
                                           in_stage<DSTile::kBytes>(x.ds_rows, s.ds), false);
         } else {
-            gemm_async<Element, kBlockKV>(s.rdQ, in_stage<DSTile::kBytes>(x.ds_columns, s.ds),
+            gemm_async<Element, kBlockKV>(s.rdQ, in_stage<DSTile::kBytes>(x.ds_of_queries(), s.ds),
                                           x.k_columns, false);
         }
     }
@@ -318,6 +336,14 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
         }
     }
 
+    // A float32 dbias has dS before it was rounded.
+    FLASH_DEVICE void store_float32_dbias(const State& s, const KeyTile& tile) const {
+        if constexpr (Base::kBias && kHeadDim <= tuning::kFa3Float32BiasHeadDim)
+            if (params.dbias_map.from_registers)
+                store_dbias_rows(params, s.rdP, tile.sequence, s.at.head, s.at.i * kBlockQ,
+                                 tile.first_key + warp_key);
+    }
+
     // This consumer's half of dQ, to shared memory.
     FLASH_DEVICE void store_dq(const State& s) const {
         dq_pipeline(consumer).producer_acquire(s.dq);
@@ -332,12 +358,20 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
     }
 
     // Both consumers wait until both have written dS and completed the dQ of the iteration before.
-    FLASH_DEVICE void wait_ds(const State& s) const {
+    // Then dS can be stored as dbias; `at`: where it is.
+    FLASH_DEVICE void wait_ds(const State& s, const KeyTile& tile, const QTilePosition& at) const {
         ptx::mbarrier_wait(ds_barrier(s.ds), s.ds_phase);
+        if constexpr (Base::kBias)
+            if (params.dbias_map.by_tma && elected && warp_key % 64 == 0)
+                store_dbias_tile(params, ds_tile(s.ds) + consumer * DSTile::kAtomBytes,
+                                 tile.sequence, at.head, at.i * kBlockQ,
+                                 tile.first_key + consumer * 64);
     }
     FLASH_DEVICE void commit_ds(const State& s) const {
         __syncwarp();
-        if (elected) ptx::mbarrier_arrive(ds_barrier(s.ds));
+        if (!elected) return;
+        if constexpr (Base::kBias) ptx::bulk_wait_read();  // of the other stage, as dbias
+        ptx::mbarrier_arrive(ds_barrier(s.ds));
     }
     static FLASH_DEVICE void next_ds(State& s) {
         s.ds_phase ^= s.ds;
@@ -358,6 +392,7 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
         finish(s.rdP);
         softmax_gradient(s, tile);
         store_ds(s.rdS, s.ds);
+        store_float32_dbias(s, tile);
         commit_ds(s);
         s.accumulate = false;
     }
@@ -378,11 +413,13 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
         issue_dp(s, x);
         Order::signal_next(consumer);
         probabilities(s, tile);
-        if (kTuning.early_exponentials()) wait_ds(s);
+        const QTilePosition before = s.at.before(s.q_tiles);
+        if (kTuning.early_exponentials()) wait_ds(s, tile, before);
         finish(s.rdP);
-        if (!kTuning.early_exponentials()) wait_ds(s);
+        if (!kTuning.early_exponentials()) wait_ds(s, tile, before);
         softmax_gradient(s, tile);
         if (!kTuning.late_fences()) store_ds(s.rdS, s.ds ^ 1);
+        store_float32_dbias(s, tile);
         issue_dq(s, x);
         if (kTuning.late_fences()) store_ds(s.rdS, s.ds ^ 1);
         finish(s.rdQ);
@@ -397,7 +434,7 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
         v_pipeline.consumer_release(s.kv);
         issue_dv_dk(s, x);
         if (kTuning.late_fences()) commit_dq(s, s.accumulate);
-        wait_ds(s);
+        wait_ds(s, tile, s.at);
         issue_dq(s, x);
         finish_dv_dk(s);
         warpgroup_fence(s.rdQ);
@@ -445,9 +482,13 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
         for (;; this->end_work_tile(s.tile)) {
             work_tiles.descriptions.consumer_wait(s.tile);
             const KeyTile& tile = work_tiles[s.tile];
-            if (ptx::warp_uniform(tile.first_key) < 0) return;
+            if (ptx::warp_uniform(tile.first_key) < 0) break;
             s.q_tiles = warp_uniform(tile.q_tiles);
             s.kv.phase = work_tiles.phase(s.tile);  // ptxas 13.0: later, wgmma is serialized
+            if constexpr (Base::kBias)
+                if (params.dbias_map.zeroes)
+                    store_dbias_zeros<kBlockQ, kBlockKV>(params, tile, this->first_head(tile),
+                                                         this->group());
             if (s.q_tiles.empty()) [[unlikely]] {
                 store_no_gradient(s, tile);
                 continue;
@@ -463,6 +504,7 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
             while (--s.iterations > 0) iterate(s, x, tile);
             finish_tile(s, x, tile);
         }
+        if constexpr (Base::kBias) ptx::bulk_wait<0>();  // of dbias: TMA reads shared memory
     }
 };
 
@@ -472,10 +514,14 @@ cudaError_t launch_fa3_backward(const BackwardParams& call, const BackwardKernel
     typename Kernel::Params params{};
     static_cast<Fa3BackwardParams&>(params) = {{with_parts_as_heads(call)}, kernel.lead};
     cudaError_t status = params.template encode<Kernel>();
-    if constexpr (Kernel::kBias)
+    if constexpr (Kernel::kBias) {
         if (status == cudaSuccess)
             status = params.bias_map.template prepare<typename Kernel::BiasTile>(call, kernel.bias,
                                                                                  stream);
+        if (status == cudaSuccess)
+            status = params.dbias_map.template prepare<typename Kernel::DSTile>(
+                call, kernel.stored_dbias, kernel.hides_tiles, stream);
+    }
     if (status == cudaSuccess) status = backward_preprocess(params, Kernel::kBlockQ, stream);
     if (status == cudaSuccess)
         status = launch_kernel<fa3_kernel<Kernel>>(

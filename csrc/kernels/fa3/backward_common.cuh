@@ -40,6 +40,10 @@ struct QTilePosition {
             ++head;
         }
     }
+    FLASH_DEVICE QTilePosition before(const VisibleTiles& q_tiles) const {
+        return i > q_tiles.begin ? QTilePosition{i - 1, head}
+                                 : QTilePosition{q_tiles.end - 1, head - 1};
+    }
 };
 
 // The indices of the Q tiles that see all of the 64 keys from first_key on, so that scores need

@@ -3,9 +3,9 @@
 #pragma once
 
 #include "kernels/fa3/backward_dq_tile.cuh"
-#include "kernels/fa3/bias_tiles.cuh"
 #include "kernels/fa3/cta.cuh"
 #include "kernels/fa3/mask_tiles.cuh"
+#include "kernels/fa3/stored_dbias.cuh"
 #include "ptx/tma.cuh"
 #include "schedule/split_kv.cuh"
 #include "schedule/tile_numbers.cuh"
@@ -18,10 +18,15 @@ struct Fa3BackwardParams : Fa3BackwardMaps {
     // tiles. 0: all tiles of a head are in order.
     int lead;
 };
+struct Fa3BiasBackwardParams : WithBias<Fa3BackwardParams> {
+    DBiasMap dbias_map;
+};
 
 template <class Element, int kHeadDim, int kHeadDimV, OptionSet kOptions,
           tuning::Fa3BackwardShape kTuning>
-struct Fa3BackwardProducers : Fa3Cta<MayHaveBias<Fa3BackwardParams, kOptions>, KeyTile> {
+struct Fa3BackwardProducers : Fa3Cta<std::conditional_t<contains(kOptions, OptionSet::kBias),
+                                                        Fa3BiasBackwardParams, Fa3BackwardParams>,
+                                     KeyTile> {
     using Cta = typename Fa3BackwardProducers::Fa3Cta;
     using Cta::group, Cta::kConsumers, Cta::params, Cta::work_tiles;
     using typename Cta::Params, typename Cta::WorkTiles, typename Cta::WorkTileState;
@@ -46,7 +51,9 @@ struct Fa3BackwardProducers : Fa3Cta<MayHaveBias<Fa3BackwardParams, kOptions>, K
     using Statistic = std::conditional_t<kTuning.by_matmul(), StatisticsRow, float>;
 
     // dQ^T takes dS^T as B. Rows are then queries: the keys of a consumer fill atoms of 128 bytes.
-    using DSTile = std::conditional_t<kTuning.transpose_dq, SharedTile<Element, kBlockQ, kBlockKV>,
+    // And TMA may store dS as dbias.
+    static constexpr bool kDSByQuery = kTuning.transpose_dq || kBias;
+    using DSTile = std::conditional_t<kDSByQuery, SharedTile<Element, kBlockQ, kBlockKV>,
                                       SharedTile<Element, kBlockKV, kBlockQ>>;
     using DQTile = Fa3DQTile<Element, kHeadDim, kBlockQ, kTuning.transpose_dq>;
     using DQPipeline = Pipeline<1, 64 * 4 * DQTile::Fragments::kCols>;  // one per consumer

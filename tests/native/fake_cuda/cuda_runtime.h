@@ -223,6 +223,10 @@ struct cudaLaunchConfig_t {
     cudaLaunchAttribute* attrs;
     unsigned numAttrs;
 };
+inline cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t) {
+    std::memset(memory, value, bytes);
+    return cudaSuccess;
+}
 template <class Kernel>
 cudaError_t cudaFuncSetAttribute(Kernel*, cudaFuncAttribute, int) {
     return cudaSuccess;

@@ -21,6 +21,12 @@ inline void fence_proxy_async() { note(Event::kProxyFence); }
 inline void fence_proxy_async_global() {}
 inline void bulk_store(float*, uint32_t shared, int bytes) { note(Event::kStore, shared, bytes); }
 inline void bulk_add(float*, uint32_t shared, int bytes) { note(Event::kStore, shared, bytes); }
+inline void tma_store_4d(const CUtensorMap& map, uint32_t shared, int, int, int, int) {
+    note(Event::kStore, shared, map.box_bytes());
+}
+inline void tma_add_4d(const CUtensorMap& map, uint32_t shared, int, int, int, int) {
+    note(Event::kStore, shared, map.box_bytes());
+}
 inline void bulk_wait_read() { note(Event::kStoreWait); }
 template <int kPending>
 void bulk_wait() {
