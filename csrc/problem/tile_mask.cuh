@@ -14,8 +14,10 @@
 //     intervals   of all keys, two: begin, end, begin, end
 #pragma once
 
+#include <climits>
 #include <cstdint>
 
+#include "problem/mask.cuh"
 #include "problem/params.h"
 #include "tile/host_device.h"
 
@@ -151,6 +153,65 @@ struct TilesDown {
         }
         --left;
         return next--;
+    }
+};
+
+// The KV tiles of a Q tile in a kernel that may have such a mask, from the last one to the first: as
+// VisibleTiles has them, or by a row of runs. Only the tile where the loop is and the two before it
+// have numbers; step() goes on to the one before.
+template <int kPerBlock>
+struct ListedTiles {
+    int begin;
+    int end;
+    int first_partial;  // tiles from this index on are of partial blocks
+    int run;            // of ahead[2]; without a list unused
+    int ahead[3];       // tile i, tile i - 1, tile i - 2
+
+    FLASH_HOST_DEVICE constexpr bool empty() const { return end <= begin; }
+    FLASH_HOST_DEVICE constexpr bool is_partial(int i) const { return i >= first_partial; }
+
+    FLASH_HOST_DEVICE static ListedTiles of_band(const VisibleTiles& tiles) {
+        const int last = tiles.end - 1;
+        return {tiles.begin, tiles.end, INT_MAX, 0, {last, last - 1, last - 2}};
+    }
+
+    // Of all tiles of the row that begin before `seqlen_k`: the others are the last ones, since a
+    // block that the sequence does not fill is a partial one. share_of(all): those to go over.
+    template <class ShareOf>
+    FLASH_HOST_DEVICE static ListedTiles of_runs(const BlockRuns& runs, int seqlen_k, int block,
+                                                 ShareOf share_of) {
+        ListedTiles tiles{0, 0, runs.full() * kPerBlock, runs.runs(), {}};
+        if (runs.runs() == 0) return tiles;
+        const BlockRun last = block_run(runs.first_run()[runs.runs() - 1]);
+        const int past = (last.first + last.count) * kPerBlock - ceil_div(seqlen_k, block);
+        const int all = runs.count() * kPerBlock - max_of(past, 0);
+        const VisibleTiles share = share_of(VisibleTiles{0, all});
+        tiles.begin = share.begin;
+        tiles.end = share.end;
+        int skipped = runs.count() * kPerBlock - share.end;
+        while (true) {  // to the run of the last tile
+            const BlockRun found = block_run(runs.first_run()[--tiles.run]);
+            tiles.ahead[2] = (found.first + found.count) * kPerBlock - 1 - skipped;
+            if (skipped < found.count * kPerBlock || tiles.run == 0) break;
+            skipped -= found.count * kPerBlock;
+        }
+        tiles.step(runs);
+        tiles.step(runs);
+        return tiles;
+    }
+
+    FLASH_HOST_DEVICE void step() {
+        ahead[0] = ahead[1];
+        ahead[1] = ahead[2];
+        --ahead[2];
+    }
+    // By the row of runs; what comes before its first tile is never used.
+    FLASH_HOST_DEVICE void step(const BlockRuns& runs) {
+        const bool first_of_run = ahead[2] == block_run(runs.first_run()[run]).first * kPerBlock;
+        step();
+        if (!first_of_run || run == 0) return;
+        const BlockRun found = block_run(runs.first_run()[--run]);
+        ahead[2] = (found.first + found.count) * kPerBlock - 1;
     }
 };
 
