@@ -9,7 +9,10 @@
 It replaces the CUDA kernels of the aten ops that are SDPA's flash and efficient backends, and of
 those below `torch.nn.attention.varlen.varlen_attn` and nested tensors, with the kernels of
 `csrc/api/sdpa.cpp`: there is no Python between SDPA and flash_ext's kernels, but where the gradient
-of an attn_mask is computed. What flash_ext does not run there (dropout, float32, head dims above
+of an attn_mask is computed. Above them SDPA turns a bool attn_mask into numbers, for each call
+again; so `torch.nn.functional.scaled_dot_product_attention` is replaced as well, by a function that
+makes a large one a `flash_ext.Mask`, and leaves all else to torch's. (Code that imported torch's by
+name before `activate` has the slower way.) What flash_ext does not run there (dropout, float32, head dims above
 256, the debug mask, a paged cache, empty tensors, a GPU without the kernel) goes to torch's kernels
 as before. SDPA's choice of a backend does not change: it takes the efficient one for an attn_mask.
 Only cuDNN's, which comes before both on Hopper GPUs, is switched off meanwhile.
@@ -28,9 +31,13 @@ from typing import Any
 
 import torch
 import torch.nn.attention as attention_backends
+import torch.nn.functional as F
+from torch import Tensor
+from torch.compiler import is_compiling
 from torch.library import Library
 
-from .. import ops
+from .. import masked, ops
+from ..functional import attention_options
 from ..ops import torch_private
 
 NAME = "flash_ext"
@@ -128,12 +135,64 @@ def _summed_dims(sizes: list[int]) -> int:
     return sum(1 << dim for dim, size in enumerate(given) if size == 1)
 
 
+_torch_sdpa = F.scaled_dot_product_attention
+
+
+def _by_mask(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float | None
+) -> Tensor | None:
+    """SDPA of (B, H, S, D) with a bool mask as a `flash_ext.Mask`; None if torch must run it.
+
+    Where SDPA turns the mask into numbers, for each call again, this makes lists of blocks, once
+    while the tensor lives and is not written to.
+    """
+    if not (visible.dtype == torch.bool and query.dim() == key.dim() == value.dim() == 4):
+        return None
+    if not type(query) is type(key) is type(value) is type(visible) is Tensor:
+        return None
+    if torch_private.in_function_mode() or not torch.backends.cuda.mem_efficient_sdp_enabled():
+        return None
+    device = query.device.type
+    if ops.autocasts(query) and query.dtype != torch.get_autocast_dtype(device):
+        return None
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    given = attention_options(q, bias=visible, scale=scale)
+    given = masked.with_bool_bias(q, k, v, visible, given)
+    if "bias" in given:
+        return None
+    out: Tensor = ops.forward(q, k, v, need_lse=False, **given)[0]
+    return out.transpose(1, 2)
+
+
+def _sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`torch.nn.functional.scaled_dot_product_attention` while flash_ext is active: torch's own,
+    but for large bool masks."""
+    if attn_mask is not None and not (is_compiling() or dropout_p or is_causal):
+        if enable_gqa or query.shape[1] == key.shape[1]:
+            out = _by_mask(query, key, value, attn_mask, scale)
+            if out is not None:
+                return out
+    options = {"scale": scale, "enable_gqa": enable_gqa}
+    return _torch_sdpa(query, key, value, attn_mask, dropout_p, is_causal, **options)
+
+
 class Handle:
     """The overrides in force. `remove` ends them and gives cuDNN's backend back."""
 
     def __init__(self, originals: Library, with_out: bool) -> None:
         self._originals: Library | None = originals
         _override(True, with_out)
+        if F.scaled_dot_product_attention is _torch_sdpa:
+            F.scaled_dot_product_attention = _sdpa
         self._cudnn = torch.backends.cuda.cudnn_sdp_enabled()
         torch.backends.cuda.enable_cudnn_sdp(False)
 
@@ -141,6 +200,8 @@ class Handle:
         """End the overrides; a second call does nothing."""
         if self._originals is not None:
             _override(False, False)
+            if F.scaled_dot_product_attention is _sdpa:
+                F.scaled_dot_product_attention = _torch_sdpa
             self._originals = None  # its ops go with the library
             if not torch.backends.cuda.cudnn_sdp_enabled():  # as it was left here
                 torch.backends.cuda.enable_cudnn_sdp(self._cudnn)

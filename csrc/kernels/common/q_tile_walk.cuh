@@ -37,68 +37,8 @@ struct QTileWalk {
     }
 };
 
-// In a kernel that may have a mask of tiles each Q tile is found in the list of its head, or in the
-// band. One thread looks two tiles ahead, and leaves in shared memory what it finds: registers are
-// short over the loop. A place in that order:
-struct ListedQTile {
-    int head;  // -1: after the last one
-    int tile;
-    int left;  // tiles of this head, from this one on
-    int run;   // of the list
-    bool partial;
-};
-
-template <int kPerBlock>
-struct QTileList {
-    const BackwardParams& params;
-    const Sequence& sequence;
-    VisibleTiles band;
-    int head_k;
-    int kv_block;
-
-    FLASH_DEVICE bool listed() const { return params.tile_mask.kv_tiles != nullptr; }
-    FLASH_DEVICE BlockRuns runs(int head) const {
-        return runs_of_kv_block(params, sequence.batch, head, kv_block);
-    }
-
-    // The first tile of the query heads from this one on.
-    FLASH_DEVICE ListedQTile first(int head) const {
-        const int end = (head_k + 1) * (params.heads_q / params.heads_k);
-        if (!listed())
-            return {band.empty() || head == end ? -1 : head, band.begin, band.count(), 0, false};
-        for (; head < end; ++head) {
-            const BlockRuns list = runs(head);
-            if (list.count() > 0)
-                return {head, block_run(*list.first_run()).first * kPerBlock,
-                        list.count() * kPerBlock, 0, list.full() == 0};
-        }
-        return {-1};
-    }
-    FLASH_DEVICE ListedQTile first() const {
-        return first(head_k * (params.heads_q / params.heads_k));
-    }
-
-    FLASH_DEVICE ListedQTile after(ListedQTile x) const {
-        if (x.head < 0) return x;
-        if (--x.left == 0) return first(x.head + 1);
-        ++x.tile;
-        if (!listed()) return x;
-        const BlockRuns list = runs(x.head);
-        const BlockRun run = block_run(list.first_run()[x.run]);
-        if (x.tile == (run.first + run.count) * kPerBlock)
-            x.tile = block_run(list.first_run()[++x.run]).first * kPerBlock;
-        x.partial = x.left <= (list.count() - list.full()) * kPerBlock;
-        return x;
-    }
-    // Without tiles past the sequence, which the last block may have.
-    FLASH_DEVICE ListedQTile next(ListedQTile x) const {
-        do {
-            x = after(x);
-        } while (x.head >= 0 && x.tile * (kMaskBlock / kPerBlock) >= sequence.seqlen_q);
-        return x;
-    }
-};
-
+// In kernels that may have them one thread looks two tiles ahead, and leaves in shared memory what it
+// finds: registers are short over the loop.
 struct ListedQTileWalk {
     static constexpr int kPlaces = 4;  // while one is written, threads read the two before it
 
