@@ -9,13 +9,15 @@
 It replaces the CUDA kernels of the aten ops that are SDPA's flash and efficient backends, and of
 those below `torch.nn.attention.varlen.varlen_attn` and nested tensors, with the kernels of
 `csrc/api/sdpa.cpp`: there is no Python between SDPA and flash_ext's kernels, but where the gradient
-of an attn_mask is computed. Above them SDPA turns a bool attn_mask into numbers, for each call
-again; so `torch.nn.functional.scaled_dot_product_attention` is replaced as well, by a function that
-makes a large one a `flash_ext.Mask`, and leaves all else to torch's. (Code that imported torch's by
-name before `activate` has the slower way.) What flash_ext does not run there (dropout, float32, head dims above
+of an attn_mask is computed. What flash_ext does not run there (dropout, float32, head dims above
 256, the debug mask, a paged cache, empty tensors, a GPU without the kernel) goes to torch's kernels
 as before. SDPA's choice of a backend does not change: it takes the efficient one for an attn_mask.
 Only cuDNN's, which comes before both on Hopper GPUs, is switched off meanwhile.
+
+Above these ops SDPA turns a bool attn_mask into numbers, for each call again. So meanwhile
+`torch.nn.functional.scaled_dot_product_attention` is a function that makes a large one a
+`flash_ext.Mask`, once while the tensor lives and is not written to, and leaves all else to torch's.
+Code that has imported torch's function by name, and compiled graphs, keep the slower way.
 
 One implementation is active in the whole process, all its threads. Blocks of `activated` may be
 nested and may overlap between threads: flash_ext stays active until the last of them has ended.
@@ -139,14 +141,14 @@ _torch_sdpa = F.scaled_dot_product_attention
 
 
 def _by_mask(
-    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float | None
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float | None, gqa: bool
 ) -> Tensor | None:
-    """SDPA of (B, H, S, D) with a bool mask as a `flash_ext.Mask`; None if torch must run it.
-
-    Where SDPA turns the mask into numbers, for each call again, this makes lists of blocks, once
-    while the tensor lives and is not written to.
-    """
+    """SDPA of (B, H, S, D) with a bool mask as a `flash_ext.Mask`; None if torch must run it."""
     if not (visible.dtype == torch.bool and query.dim() == key.dim() == value.dim() == 4):
+        return None
+    if query.shape[2] * key.shape[2] < masked.WORTH_A_MASK:
+        return None
+    if not (gqa or query.shape[1] == key.shape[1]):
         return None
     if not type(query) is type(key) is type(value) is type(visible) is Tensor:
         return None
@@ -177,12 +179,11 @@ def _sdpa(
     """`torch.nn.functional.scaled_dot_product_attention` while flash_ext is active: torch's own,
     but for large bool masks."""
     if attn_mask is not None and not (is_compiling() or dropout_p or is_causal):
-        if enable_gqa or query.shape[1] == key.shape[1]:
-            out = _by_mask(query, key, value, attn_mask, scale)
-            if out is not None:
-                return out
-    options = {"scale": scale, "enable_gqa": enable_gqa}
-    return _torch_sdpa(query, key, value, attn_mask, dropout_p, is_causal, **options)
+        out = _by_mask(query, key, value, attn_mask, scale, enable_gqa)
+        if out is not None:
+            return out
+    positional = query, key, value, attn_mask, dropout_p, is_causal
+    return _torch_sdpa(*positional, scale=scale, enable_gqa=enable_gqa)
 
 
 class Handle:
