@@ -5,8 +5,8 @@ namespace {
 
 using Fa2Kernels = MmaKernels<tuning::kFa2Forward, tuning::kFa2Backward, Fa2>;
 
-// With a mask of tiles the keys of a row come in an order that depends on what the other rows of its
-// block see: full blocks first.
+// With a mask of tiles the keys of a row come in an order that depends on what the other rows of
+// its block see: full blocks first.
 std::string fa2_unsupported_reason(const Call& call, Pass pass) {
     if (call.params.batch_invariant && call.params.tile_mask.kv_tiles != nullptr)
         return "is batch-invariant without a mask of blocks";

@@ -157,9 +157,9 @@ struct TilesDown {
     }
 };
 
-// The KV tiles of a Q tile in a kernel that may have such a mask, from the last one to the first: as
-// VisibleTiles has them, or by a row of runs. Only the tile where the loop is and the two before it
-// have numbers; step() goes on to the one before.
+// The KV tiles of a Q tile in a kernel that may have such a mask, from the last one to the first:
+// as VisibleTiles has them, or by a row of runs. Only the tile where the loop is and the two before
+// it have numbers; step() goes on to the one before.
 template <int kPerBlock>
 struct ListedTiles {
     static constexpr int begin = 0;  // indices count from the first of those that it goes over
@@ -216,8 +216,8 @@ struct ListedTiles {
     }
 };
 
-// The Q tiles that see a KV tile in such a kernel, for one query head of the group after another, each
-// by the list of its head; without a mask those of the band. A place in that order:
+// The Q tiles that see a KV tile in such a kernel, for one query head of the group after another,
+// each by the list of its head; without a mask those of the band. A place in that order:
 struct ListedQTile {
     int head;  // -1: after the last one
     int tile;

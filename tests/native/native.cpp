@@ -47,8 +47,8 @@ std::vector<int> numbers_of(VisibleTiles tiles) {
     return numbers;
 }
 
-// (number, is it of a partial block?) of the KV tiles that a row of runs lists, from the last one to
-// the first, for each split of them.
+// (number, is it of a partial block?) of the KV tiles that a row of runs lists, from the last one
+// to the first, for each split of them.
 template <int kPerBlock>
 std::vector<std::vector<Pair>> listed_kv_tiles(const std::vector<int>& row, int seqlen_k,
                                                int splits) {

@@ -325,8 +325,7 @@ struct BackwardTile {
     // dS^T from P^T: the gradient of Q K^T scale, or, without kThroughSoftcap, that of the scores
     // after softcap. With dropout P becomes the factor of dO in dV.
     template <bool kThroughSoftcap = true>
-    FLASH_DEVICE void compute_ds(Scores& rdS, Scores& rP, const Walk& walk,
-                                 int first_key) const {
+    FLASH_DEVICE void compute_ds(Scores& rdS, Scores& rP, const Walk& walk, int first_key) const {
         const float* minus_delta = statistics(walk.stage).minus_delta + warp_query();
         rdS.clear();  // dP^T first
         gemm<Element, kHeadDimV>(rdS, AFromRows<VTile>(v_tile(), warp_key),

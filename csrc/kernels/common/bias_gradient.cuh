@@ -65,9 +65,9 @@ struct BiasGradient {
     FLASH_DEVICE BlockKind kind_of_tile(const Sequence& sequence, int head, int q_tile,
                                         int first_key) const {
         if (params.tile_mask.kv_tiles == nullptr) return BlockKind::kFull;
-        return kind_of(runs_of_q_block(params, sequence.batch, head,
-                                       q_tile * Tile::kBlockQ / kMaskBlock),
-                       first_key / kMaskBlock);
+        return kind_of(
+            runs_of_q_block(params, sequence.batch, head, q_tile * Tile::kBlockQ / kMaskBlock),
+            first_key / kMaskBlock);
     }
 
     // A tile of dbias from the warps' sums, through shared memory as [query][key].

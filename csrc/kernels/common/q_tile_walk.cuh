@@ -37,15 +37,15 @@ struct QTileWalk {
     }
 };
 
-// In kernels that may have them one thread looks two tiles ahead, and leaves in shared memory what it
-// finds: registers are short over the loop.
+// In kernels that may have them one thread looks two tiles ahead, and leaves in shared memory what
+// it finds: registers are short over the loop.
 struct ListedQTileWalk {
     static constexpr int kPlaces = 4;  // while one is written, threads read the two before it
 
     int head;
     int tile;
-    bool partial;   // does the mask show the tile in part?
-    int stage = 0;  // the number of the iteration; in shared memory, modulo kStages
+    bool partial;                // does the mask show the tile in part?
+    int stage = 0;               // the number of the iteration; in shared memory, modulo kStages
     static constexpr int i = 0;  // see VisibleTiles::is_full
 
     FLASH_DEVICE bool done() const { return head < 0; }
