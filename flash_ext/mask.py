@@ -24,7 +24,7 @@ from .ops.mask import (
     mask_from_kinds,
 )
 from .ops.options import MASK_BLOCK, MASK_OPTIONS
-from .ops.torch_private import ordinary_tensors, register_pytree, version
+from .ops.torch_private import base_of, ordinary_tensors, register_pytree, version
 
 _Lists = tuple[Tensor, Tensor]
 _Tiles = tuple[Tensor, Tensor, Tensor]
@@ -507,10 +507,18 @@ class Mask:
 
         return self.keep(("documents", *sides), cu_seqlens, make)  # type: ignore[no-any-return]
 
+    def with_bias(self, bias: Tensor) -> Mask:
+        """What a bool bias, of four dimensions, shows as well."""
+
+        def make() -> Mask:
+            return Mask.dense(self.to_dense() & bias)
+
+        return self.keep("bias", (bias,), make)  # type: ignore[no-any-return]
+
     @staticmethod
     def of_bias(bias: Tensor, seqlen_q: int, seqlen_k: int, window: Pair = (-1, -1)) -> Mask:
         """The mask of a bool bias, with a window: made once while the tensor lives and is not
-        written to."""
+        written to. Views of one tensor that show the same of it have one mask."""
         left, right = require_pair("window", window)
 
         def make() -> Mask:
@@ -523,16 +531,23 @@ class Mask:
 
         if _changing(bias.device) or bias.is_inference():
             return make()
-        kept = _of_biases.setdefault(bias, {})
-        key, now = (seqlen_q, seqlen_k, left, right), version(bias)
-        found = kept.get(key)
-        if found is None or found[0] != now:
+        place = bias.storage_offset(), bias.shape, bias.stride()
+        key, now, base = (*place, seqlen_q, seqlen_k, left, right), version(bias), base_of(bias)
+        then, kept = _of_biases.get(base, (now, {}))
+        if then != now:
+            kept = {}
+        if key not in kept:
+            if len(kept) == _MOST_OF_A_BIAS:
+                kept.pop(next(iter(kept)))
             with ordinary_tensors():
-                found = kept[key] = now, make()
-        return found[1]  # type: ignore[no-any-return]
+                kept[key] = make()
+            _of_biases[base] = now, kept
+        return kept[key]  # type: ignore[no-any-return]
 
 
 _of_biases = WeakTensorKeyDictionary()
+_MOST_OF_A_BIAS = 8
+"""Masks of a bias that are kept: a model may show ever more of one tensor."""
 
 
 def _flatten(mask: Mask) -> tuple[list[Tensor], tuple[Any, ...]]:

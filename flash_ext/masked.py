@@ -46,6 +46,14 @@ def _require_fit(mask: Mask, q: Tensor, k: Tensor) -> None:
         refuse("mask", f"on q's device {q.device}", mask.device)
 
 
+def _fits(bias: Tensor, q: Tensor, k: Tensor) -> bool:
+    """Whether the ops accept this bias, of q (B, Sq, Hq, D) and k (B, Sk, Hk, D)."""
+    if not bias.dim() == q.dim() == k.dim() == 4 or bias.device != q.device:
+        return False
+    sizes = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
+    return all(a in (1, b) for a, b in zip(bias.shape, sizes, strict=True))
+
+
 def window_of(given: dict[str, Any]) -> tuple[bool, tuple[int, int]]:
     """causal and window among the options of the ops."""
     return given.get("causal", False), (given.get("window_left", -1), given.get("window_right", -1))
@@ -54,14 +62,18 @@ def window_of(given: dict[str, Any]) -> tuple[bool, tuple[int, int]]:
 def with_mask(q: Tensor, k: Tensor, v: Tensor, mask: Mask, given: dict[str, Any]) -> dict[str, Any]:
     """The options of the ops with a mask."""
     _require_fit(mask, q, k)
+    bias = given.get("bias")
+    if bias is not None and bias.dtype == torch.bool:
+        if not _fits(bias, q, k):
+            return given  # the ops refuse it
+        mask = mask.with_bias(bias)
+        given = {name: x for name, x in given.items() if name != "bias"}
     rest = {name: x for name, x in given.items() if name not in BAND}
     if runs(q, k, v, rest, mask=mask):
         return rest | mask.folded(*window_of(given)).options()
-    visible, bias = mask.to_dense(), given.get("bias")
-    if bias is not None and bias.dtype == torch.bool:
-        visible = bias & visible
-    elif bias is not None:
-        visible = bias.masked_fill(~visible, -torch.inf)
+    visible = mask.to_dense()
+    if "bias" in given:
+        visible = given["bias"].masked_fill(~visible, -torch.inf)
     return given | {"bias": visible}
 
 
@@ -77,9 +89,7 @@ def with_bool_bias(
     sizes = q.shape[1], k.shape[1]
     if sizes[0] * sizes[1] < WORTH_A_MASK or not all(map(ops.is_real, (q, bias))):
         return given
-    shape = given["bias"].shape
-    fits = zip(shape, (q.shape[0], q.shape[2], *sizes), strict=False)
-    if len(shape) != 4 or bias.device != q.device or not all(a in (1, b) for a, b in fits):
+    if not _fits(given["bias"], q, k):
         return given  # the ops refuse it
     rest = {name: x for name, x in given.items() if name not in (*BAND, "bias")}
     if not runs(q, k, v, rest):

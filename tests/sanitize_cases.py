@@ -208,12 +208,15 @@ def wild_offsets() -> Iterator[tuple[Inputs, Problem, str, bool]]:
             yield inputs, problem, variant, deterministic
 
 
-def masked() -> Iterator[tuple[Problem, dict[str, torch.Tensor], bool]]:
-    """FA3 with masks: bits, intervals, of all heads or of each, with and without splits."""
+def masked() -> Iterator[tuple[str, Problem, dict[str, torch.Tensor], bool]]:
+    """Masks: bits, intervals, of all heads or of each, with and without splits."""
+    kernels = [("fa2", 64), ("fa2", 192)]
+    if variants()[-1] == "fa3":
+        kernels += [("fa3", dim) for dim in (64, 128, 256)]
     problem = Problem(heads_q=4, heads_k=2, batch=2)
     sizes = ((33, 401), (150, 290), (20, 4200))
-    for dim, (queries, keys), heads, bits in itertools.product(
-        (64, 128, 256), sizes, (1, 4), (True, False)
+    for (variant, dim), (queries, keys), heads, bits in itertools.product(
+        kernels, sizes, (1, 4), (True, False)
     ):
         if bits:
             visible = torch.rand(2, heads, queries, keys) < 0.5
@@ -224,7 +227,7 @@ def masked() -> Iterator[tuple[Problem, dict[str, torch.Tensor], bool]]:
             tiles = torch.ops.flash_ext.mask_from_intervals(intervals, keys)
         names = ("mask_kv_tiles", "mask_q_tiles", "mask_words")
         call = dataclasses.replace(problem, head_dim=dim, seqlen_q=queries, seqlen_k=keys)
-        yield call, dict(zip(names, tiles, strict=True)), heads == 1
+        yield variant, call, dict(zip(names, tiles, strict=True)), heads == 1
 
 
 def run(
@@ -244,8 +247,7 @@ def run(
     # fa3's tile counter and the backward's flag are read before anything is written, on purpose.
     with nan_filled_outputs() if variant == "fa3" else contextlib.nullcontext():
         out, lse = torch.ops.flash_ext.fwd(q, k, v, **options)
-    has_backward = not mask or problem.head_dim <= 128  # fa3's masks
-    if problem.dtype != FP8 and problem.kv_dtype is None and has_backward:
+    if problem.dtype != FP8 and problem.kv_dtype is None:
         with nan_filled_outputs():
             torch.ops.flash_ext.bwd(dout, dlse, q, k, v, out, lse, **options)
     torch.cuda.synchronize()
@@ -267,8 +269,8 @@ if __name__ == "__main__":
             run(make_inputs(problem, "cpu"), problem, variant, deterministic)
         if variants()[-1] == "fa3":
             quantize_all()
-            for problem, mask, deterministic in masks:
-                run(make_inputs(problem, "cpu"), problem, "fa3", deterministic, **mask)
+        for variant, problem, mask, deterministic in masks:
+            run(make_inputs(problem, "cpu"), problem, variant, deterministic, **mask)
         combine()
         append()
         make_masks()

@@ -7,6 +7,7 @@ that see each other, and errors that name another argument.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -73,21 +74,44 @@ def test_unused_entries_are_not_read(name: str, variant: str, device: str) -> No
     assert_all_bitwise_equal(got, want)
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "softcap": {"softcap": 8.0},
+    "ALiBi": {"alibi": "h"},
+    "dropout": {"dropout_p": 0.2},
+    "bias": {"bias": "1hqk"},
+    "bias of keys": {"bias": "b11k", "bias_type": "float32"},
+    "sink": {"sink": True},
+    "causal": {"causal": True},
+    "negative scale": {"scale": -0.1},
+}
+PAIRS = [
+    {**a, **b}
+    for a, b in itertools.combinations_with_replacement(OPTIONS.values(), 2)
+    if a is b or not set(a) & set(b)
+]
+
+
+def masks_of_200_by_300(device: str) -> list[Mask]:
+    """Of intervals, of bits for each head, and of blocks, with queries that see nothing."""
+    torch.manual_seed(2)
+    shown = torch.rand(1, 4, 200, 300, device=device) < 0.5
+    shown[:, 1, :, 128:256] = False
+    shown[:, 2:, :128, :128] = True
+    shown[:, :, 150:160] = False
+    index, count = torch.tensor([[[[2, 0], [1, 0]]]]), torch.tensor([[[2, 1]]])
+    blocks = Mask.blocks(index.to(device), count.to(device), 200, 300)
+    return [Mask.sinks(3, (90, 40), 200, 300, device=device), Mask.dense(shown), blocks]
+
+
 @every_variant
-def test_beside_other_options(variant: str, device: str) -> None:
-    """A float bias with gradient, ALiBi, dropout: by whichever kernels have them with a mask."""
-    for seed, more in enumerate(
-        (
-            {"bias": "1hqk"},
-            {"bias": "b11k", "bias_type": "float32"},
-            {"alibi": "h", "bias": "11qk"},
-            {"dropout_p": 0.2},
-            {"sink": True, "softcap": 8.0, "causal": True},
-        )
-    ):
-        problem = Problem(2, 200, 300, 4, 2, 64, seed=seed, **more)
-        inputs = make_inputs(problem, device)
-        mask = Mask.sinks(3, (90, 40), 200, 300, device=device)
+@pytest.mark.parametrize("part", range(4))
+def test_beside_each_pair_of_options(part: int, variant: str, device: str) -> None:
+    """By whichever kernels have them with a mask; head dims in turns."""
+    masks = masks_of_200_by_300(device)
+    for seed, more in list(enumerate(PAIRS))[part::4]:
+        dim = (64, 128, 96, 32, 256, 192, 44)[seed % 7]
+        problem = Problem(2, 200, 300, 4, 2, dim, seed=seed, **more)
+        inputs, mask = make_inputs(problem, device), masks[seed % 3]
         options = {} if inputs.bias is None else {"bias": inputs.bias}
         if refused(problem, inputs, variant, mask=mask, **options):
             continue
@@ -105,7 +129,29 @@ def test_beside_other_options(variant: str, device: str) -> None:
                 found["dbias"] = found["dbias"].sum_to_size(shape)
             want.size.pop("dbias", None)
         actual.pop("dsink", None)
-        assert_accurate(actual, want, problem.dtype)
+        try:
+            assert_accurate(actual, want, problem.dtype)
+        except AssertionError as error:
+            raise AssertionError(f"{problem}, {mask}: {error}") from error
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", (32, 64, 96, 128, 192, 256))
+def test_long_lists(dim: int) -> None:
+    """In fa2: splits of few queries' keys, and gradients in a fixed order."""
+    for queries, keys in ((40, 5000), (1500, 1300)):
+        problem = Problem(1, queries, keys, 4, 2, dim, softcap=20.0, seed=dim)
+        inputs = make_inputs(problem, "cuda")
+        blocks = (1, 4, -(-queries // 128), -(-keys // 128))
+        kinds = torch.rand(blocks, device="cuda").repeat_interleave(128, 2)
+        kinds = kinds.repeat_interleave(128, 3)[:, :, :queries, :keys]
+        shown = (torch.rand_like(kinds) < 0.5) & (kinds < 0.6) | (kinds < 0.3)
+        inputs.bias, mask = shown, Mask.dense(shown)
+        options: dict[str, Any] = {"mask": mask, "variant": "fa2", "deterministic": True}
+        actual = results(problem, inputs, **options)
+        assert_accurate(actual, expected_results(problem, inputs), problem.dtype)
+        for _ in range(5):
+            assert_all_bitwise_equal(results(problem, inputs, **options), actual)
 
 
 @every_variant
@@ -192,8 +238,14 @@ def test_the_mask_of_a_bias_is_kept_until_a_write(device: str) -> None:
     assert torch.equal(causal, bias & dense_mask(200, 300, True, (-1, -1), device))
     bias[0] = True
     assert torch.equal(Mask.of_bias(bias, 200, 300).to_dense(), bias)
+    mask, view = Mask.of_bias(bias, 200, 300), bias[:, None, 0]  # as bias
+    assert Mask.of_bias(view, 200, 300) is mask and Mask.of_bias(bias[:1], 200, 300) is not mask
+    for keys in range(1, 30):  # a bounded number of them is kept
+        shown = Mask.of_bias(bias[..., :keys], 200, keys)
+        assert torch.equal(shown.to_dense(), bias[..., :keys])
+    assert len(Mask.of_bias.__globals__["_of_biases"][bias][1]) < 10
     count = len(Mask.of_bias.__globals__["_of_biases"])
-    del bias
+    del bias, view
     assert len(Mask.of_bias.__globals__["_of_biases"]) == count - 1
     with torch.inference_mode():
         bias = torch.rand(1, 1, 5, 6, device=device) < 0.5
@@ -219,7 +271,7 @@ def test_a_large_bool_bias_is_a_mask(causal: bool, pattern: str) -> None:
         assert_accurate(actual, expected_results(problem, inputs), problem.dtype)
     given: dict[str, Any] = {"bias": inputs.bias}
     found = masked.with_bool_bias(inputs.q, inputs.k, inputs.v, inputs.bias, given)
-    assert ("mask_words" in found) == (torch.cuda.get_device_capability()[0] == 9)
+    assert "mask_words" in found and "bias" not in found
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -453,15 +505,17 @@ def test_explain_says_how_kernels_get_the_mask(device: str) -> None:
     tensors, mask = qkv(device), MAKERS["intervals"](device)
     found = flash_ext.explain(*tensors, mask=mask, causal=True)
     hopper = device == "cuda" and torch.cuda.get_device_capability()[0] == 9
-    assert found.mask == ("lists of blocks" if hopper or device == "cpu" else "a bool bias")
+    assert found.mask == "lists of blocks"
     assert found.variant == ("fa3" if hopper else "fa2") and found.mask in str(found)
     assert flash_ext.explain(*tensors).mask is None
     offsets = torch.tensor([0, 300], dtype=torch.int32, device=device)
     flat = [x[0] for x in tensors]
     assert flash_ext.explain(*flat, offsets, offsets, mask=mask).mask == found.mask
     if device == "cuda":
-        assert flash_ext.explain(*tensors, mask=mask, variant="fa2").mask == "a bool bias"
-        assert found.reasons["fa1"] is None
+        assert flash_ext.explain(*tensors, mask=mask, softcap=5.0).variant == "fa2"
+        assert flash_ext.explain(*tensors, mask=mask, variant="fa1").mask == "a bool bias"
+        exact = flash_ext.explain(*tensors, mask=mask, batch_invariant=True)
+        assert exact.mask == "a bool bias" and found.reasons["fa1"] is None
 
 
 def test_errors(device: str) -> None:

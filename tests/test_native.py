@@ -24,6 +24,7 @@ from attention_testing import (
 )
 from compiled import NATIVE, python_module
 from dropout_bits import is_kept, philox4x32
+from mask_model import rows_of
 from test_attention import few_queries, few_tiles, long_sequences, many_tiles
 from test_dropout import SPLIT_KEYS
 
@@ -133,6 +134,36 @@ def test_largest_lengths_do_not_overflow(native: ModuleType) -> None:
         for j in (0, seqlen_k - 1):
             assert mask.query_range(j) == (0, seqlen_q)
         assert mask.is_full((0, seqlen_q), (0, seqlen_k))
+
+
+# --- problem/tile_mask.cuh ---
+
+
+@pytest.mark.parametrize("block", (32, 64, 128))
+def test_listed_tiles(block: int, native: ModuleType) -> None:
+    """The tiles of random rows of runs: once each, the partial ones first, without those that begin
+    past the sequence."""
+    for seed in range(200):
+        make = torch.Generator().manual_seed(seed)
+        blocks, heads, splits = (int(torch.randint(1, n, (1,), generator=make)) for n in (9, 4, 4))
+        kinds = torch.randint(0, 3, (heads, blocks), generator=make)
+        length = 128 * blocks - int(torch.randint(0, 128, (1,), generator=make))
+        if length % 128:
+            kinds[:, -1][kinds[:, -1] == 1] = 2  # a block that the keys do not fill is partial
+        per, tiles = 128 // block, -(-length // block)
+        listed = [  # full ones first
+            [(t, kind == 2) for kind in (1, 2) for t in range(tiles) if row[t // per] == kind]
+            for row in kinds.tolist()
+        ]
+        rows = rows_of(kinds)
+        shares = native.listed_kv_tiles(rows[0].tolist(), length, block, splits)
+        assert len(shares) == splits
+        found = [(t, bool(partial)) for share in reversed(shares) for t, partial in share]
+        assert found == listed[0][::-1]
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+        of_q = native.listed_q_tiles(rows.flatten().tolist(), heads, length, block)
+        want = [(h, *x) for h, row in enumerate(listed) for x in row]
+        assert [(h, t, bool(partial)) for h, t, partial in of_q] == want
 
 
 # --- schedule/ ---

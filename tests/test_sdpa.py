@@ -91,14 +91,17 @@ def inputs(layout: str, dtype=torch.float32, device: str = "cpu"):
 
 def test_activate_and_restore(originals):
     cudnn = torch.backends.cuda.cudnn_sdp_enabled()
+    of_torch = F.scaled_dot_product_attention
     assert not overridden()
     for _ in range(2):
         sdpa.activate()
         assert overridden() and current_flash_attention_impl() == sdpa.NAME
         assert not torch.backends.cuda.cudnn_sdp_enabled()
+        assert F.scaled_dot_product_attention is not of_torch
     for _ in range(2):
         sdpa.restore()
         assert not overridden() and current_flash_attention_impl() is None
+        assert F.scaled_dot_product_attention is of_torch
         assert torch.backends.cuda.cudnn_sdp_enabled() == cudnn
 
 
@@ -857,6 +860,76 @@ def test_masks_on_the_gpu(broadcast, kind, keys, torchs):
     assert not torchs
     assert_near((out, *gradients), by_math(q, k, v, mask, dout), 3e-2)
     assert out.stride() == F.scaled_dot_product_attention(q, k, v).stride()
+
+
+LARGE_MASKS = ((2, 1, 1, 600), (600, 600), (4, 600, 600), (2, 4, 600, 600))
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[flash_ext.Mask]:
+    """The masks that are made."""
+    found, make = [], flash_ext.Mask.dense
+    monkeypatch.setattr(
+        flash_ext.Mask, "dense", lambda *a, **b: found.append(make(*a, **b)) or found[-1]
+    )
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", (64, 128, 72, 256))
+@pytest.mark.parametrize("shape", LARGE_MASKS, ids=str)
+def test_a_large_bool_mask_is_made_once(shape, dim, torchs, made):
+    """For several layers and steps, and again after a write; with gradients, GQA and autocast."""
+    q, k, v, dout = mask_inputs(600, 600, dim, dim, torch.bfloat16, "cuda")
+    visible = torch.rand(shape, device="cuda") < 0.7
+    with sdpa.activated():
+        for step in range(2):
+            for _ in range(2):
+                out = F.scaled_dot_product_attention(q, k, v, visible, scale=0.2)
+                found = out, *torch.autograd.grad(out, (q, k, v), dout)
+            assert_near(found, by_math(q, k, v, visible, dout, scale=0.2), 3e-2)
+            assert len(made) == step + 1 and not torchs
+            visible[..., :300] = False
+        few = [x[:, :2].detach().requires_grad_() for x in (k, v)]
+        with torch.autocast("cuda", torch.bfloat16):
+            out = F.scaled_dot_product_attention(q, *few, attn_mask=visible, enable_gqa=True)
+        found = out, *torch.autograd.grad(out, (q, *few), dout)
+        assert len(made) == 2
+        assert_near(found, by_math(q, *few, visible, dout, enable_gqa=True), 3e-2)
+        out = F.scaled_dot_product_attention(q, k, v)
+    assert F.scaled_dot_product_attention(q, k, v).stride() == out.stride() == found[0].stride()
+
+
+@pytest.mark.gpu
+def test_large_bool_masks_that_stay_with_torch(torchs, made):
+    """What this package does not run, or torch is told to run otherwise."""
+    q, k, v, dout = mask_inputs(600, 600, 64, 64, torch.bfloat16, "cuda")
+    visible = torch.rand(600, 600, device="cuda") < 0.7
+    sdpa_of = torch.nn.functional.scaled_dot_product_attention
+    with sdpa.activated():
+        with sdpa_kernel(SDPBackend.MATH):
+            assert torch.equal(
+                F.scaled_dot_product_attention(q, k, v, visible), sdpa_of(q, k, v, visible)
+            )
+        wide = [x.float() for x in (q, k, v)]
+        F.scaled_dot_product_attention(*wide, attn_mask=visible)
+        F.scaled_dot_product_attention(q, k, v, visible, dropout_p=0.1)
+        F.scaled_dot_product_attention(q[:, :, :9], k[:, :, :9], v[:, :, :9], visible[:9, :9])
+        attend = torch.compile(F.scaled_dot_product_attention, backend="aot_eager", fullgraph=True)
+        out = attend(q, k, v, visible)
+        for wrong in (visible[:7], visible[None, None, None]):
+            with pytest.raises(RuntimeError):
+                F.scaled_dot_product_attention(q, k, v, wrong)
+    assert not made
+    assert_near((out,), by_math(q, k, v, visible, dout)[:1], 3e-2)
+
+
+def test_small_masks_stay_with_torch(active):
+    """Also where no GPU is."""
+    q, k, v, _ = mask_inputs()
+    visible = torch.rand(6, 9) < 0.7
+    out = F.scaled_dot_product_attention(q, k, v, visible)
+    assert torch.equal(out, sdpa._torch_sdpa(q, k, v, visible))
 
 
 @pytest.mark.gpu

@@ -5,6 +5,14 @@ namespace {
 
 using Fa2Kernels = MmaKernels<tuning::kFa2Forward, tuning::kFa2Backward, Fa2>;
 
+// With a mask of tiles the keys of a row come in an order that depends on what the other rows of
+// its block see: full blocks first.
+std::string fa2_unsupported_reason(const Call& call, Pass pass) {
+    if (call.params.batch_invariant && call.params.tile_mask.kv_tiles != nullptr)
+        return "is batch-invariant without a mask of blocks";
+    return Fa2Kernels::unsupported_reason(call, pass);
+}
+
 void plan_fa2_forward(ForwardPlan& plan) {
     // An SM has 1 KB more shared memory than a CTA may have, and reserves 1 KB for each CTA.
     constexpr int kReserved = 1024;
@@ -41,11 +49,7 @@ void plan_fa2_backward(BackwardPlan& plan) {
 
 }  // namespace
 
-constexpr VariantRow kFa2Row{Fa2Kernels::unsupported_reason,
-                             std::nullopt,
-                             plan_fa2_forward,
-                             plan_fa2_backward,
-                             Fa2Kernels::forward,
-                             Fa2Kernels::backward};
+constexpr VariantRow kFa2Row{fa2_unsupported_reason, std::nullopt,        plan_fa2_forward,
+                             plan_fa2_backward,      Fa2Kernels::forward, Fa2Kernels::backward};
 
 }  // namespace flash_ext

@@ -49,10 +49,10 @@ struct Fa2ForwardShape {
 };
 
 // Kernels for varlen serve sequences of equal length, too: at rare head dims they do.
-inline constexpr OptionSets kFa2Options{4, {kDense, kVarlenSplits, kAllOptions, kPagesScores}};
-inline constexpr OptionSets kFa2RareOptions{3, {kVarlenSplits, kAllOptions, kPagesScores}};
-inline constexpr OptionSets kFa2BackwardOptions{3, {kDense, kVarlenSplits, kAllOptions}};
-inline constexpr OptionSets kFa2RareBackwardOptions{2, {kVarlenSplits, kAllOptions}};
+inline constexpr OptionSets kFa2Options{4, {kDense, kVarlenSplits, kAllAndMask, kPagesScores}};
+inline constexpr OptionSets kFa2RareOptions{3, {kVarlenSplits, kAllAndMask, kPagesScores}};
+inline constexpr OptionSets kFa2BackwardOptions{3, {kDense, kVarlenSplits, kAllAndMask}};
+inline constexpr OptionSets kFa2RareBackwardOptions{2, {kVarlenSplits, kAllAndMask}};
 
 // A warp has two blocks of 16 rows where O and S fit in 255 registers per lane, otherwise one. A
 // tile has as many keys as then fit. Q in registers leaves fewer registers for the fragments that
@@ -417,7 +417,7 @@ constexpr MmaBackwardShape fa2_backward_shape(HeadDims dims, OptionSet options,
 // With fa2's tiles. A call with a bias gradient is rare: powers of two suffice, and compile faster.
 struct BiasGradientRow {
     HeadDims head_dims;
-    OptionSets options{1, {kAllOptions}};
+    OptionSets options{1, {kAllAndMask}};
 };
 
 inline constexpr BiasGradientRow kBiasGradient[] = {

@@ -18,27 +18,31 @@ FLASH_DEVICE uint32_t lane_columns(int begin, int end) {
 // are the keys from first_key on. `bits`: of the whole block of keys. none: they show nothing.
 template <class Scores, class WordsOf>
 FLASH_DEVICE void hide_keys(Scores& s, WordsOf words_of, bool bits, bool none, int first_key) {
-    static_assert(Scores::kM == 1 && 2 * Scores::kN <= 32);
+    static_assert(2 * Scores::kN <= 32);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const MaskWords& row = words_of(ptx::not_hoisted(lane_row() + 8 * i));
-        uint32_t visible;
-        if (bits) {
-            visible = row[lane_id() % 4] >> first_key % kMaskBlock / 4;
-        } else {
-            const int first = first_key + lane_col();
-            visible =
-                lane_columns(static_cast<int>(row[0]) - first, static_cast<int>(row[1]) - first) |
-                lane_columns(static_cast<int>(row[2]) - first, static_cast<int>(row[3]) - first);
+    for (int m = 0; m < Scores::kM; ++m)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const MaskWords& row = words_of(ptx::not_hoisted(16 * m + lane_row() + 8 * i));
+            uint32_t visible;
+            if (bits) {
+                visible = row[lane_id() % 4] >> first_key % kMaskBlock / 4;
+            } else {
+                const int first = first_key + lane_col();
+                const auto columns = [&](int at) {
+                    return lane_columns(static_cast<int>(row[at]) - first,
+                                        static_cast<int>(row[at + 1]) - first);
+                };
+                visible = columns(0) | columns(2);
+            }
+            if (none) visible = 0;
+#pragma unroll
+            for (int j = 0; j < 2 * Scores::kN; ++j)
+                if (!(visible >> j & 1)) s.v[m][j / 2][2 * i + j % 2] = -INFINITY;
         }
-        if (none) visible = 0;
-#pragma unroll
-        for (int j = 0; j < 2 * Scores::kN; ++j)
-            if (!(visible >> j & 1)) s.v[0][j / 2][2 * i + j % 2] = -INFINITY;
-    }
 }
 
-// The same if rows are keys, a warp's 16 from first_key on, and columns queries.
+// The same if rows are keys, a warp's from first_key on, and columns queries.
 template <class Scores>
 FLASH_DEVICE void hide_queries(Scores& s, const MaskWords* words, bool bits, int first_key) {
     const int key = first_key + lane_row();
@@ -50,16 +54,17 @@ FLASH_DEVICE void hide_queries(Scores& s, const MaskWords* words, bool bits, int
             const MaskWords& query = words[8 * n + lane_col() + e];
             if (bits) {
                 const uint32_t visible = query[lane_row() / 2] >> bit;
-                if (!(visible & 1)) s.v[0][n][e] = -INFINITY;
-                if (!(visible & 4)) s.v[0][n][2 + e] = -INFINITY;
+#pragma unroll
+                for (int i = 0; i < 2 * Scores::kM; ++i)
+                    if (!(visible & 1 << 2 * i)) s.v[i / 2][n][i % 2 * 2 + e] = -INFINITY;
             } else {
 #pragma unroll
-                for (int i = 0; i < 2; ++i) {
+                for (int i = 0; i < 2 * Scores::kM; ++i) {
                     const auto within = [&](int at) {
                         return static_cast<uint32_t>(key + 8 * i) - query[at] <
                                query[at + 1] - query[at];
                     };
-                    if (!within(0) && !within(2)) s.v[0][n][2 * i + e] = -INFINITY;
+                    if (!within(0) && !within(2)) s.v[i / 2][n][i % 2 * 2 + e] = -INFINITY;
                 }
             }
         }

@@ -14,9 +14,12 @@
 //     intervals   of all keys, two: begin, end, begin, end
 #pragma once
 
+#include <climits>
 #include <cstdint>
 
+#include "problem/mask.cuh"
 #include "problem/params.h"
+#include "problem/sequences.cuh"
 #include "tile/host_device.h"
 
 namespace flash_ext {
@@ -151,6 +154,126 @@ struct TilesDown {
         }
         --left;
         return next--;
+    }
+};
+
+// The KV tiles of a Q tile in a kernel that may have such a mask, from the last one to the first:
+// as VisibleTiles has them, or by a row of runs. Only the tile where the loop is and the two before
+// it have numbers; step() goes on to the one before.
+template <int kPerBlock>
+struct ListedTiles {
+    static constexpr int begin = 0;  // indices count from the first of those that it goes over
+    int end;
+    int first_partial;  // tiles from this index on are of partial blocks
+    int run;            // of ahead[2]; without a list unused
+    int ahead[3];       // tile i, tile i - 1, tile i - 2
+
+    FLASH_HOST_DEVICE constexpr bool empty() const { return end <= begin; }
+    FLASH_HOST_DEVICE constexpr bool is_partial(int i) const { return i >= first_partial; }
+
+    FLASH_HOST_DEVICE static ListedTiles of_band(const VisibleTiles& tiles) {
+        const int last = tiles.end - 1;
+        return {tiles.count(), INT_MAX, 0, {last, last - 1, last - 2}};
+    }
+
+    // Of all tiles of the row that begin before `seqlen_k`: the others are the last ones, since a
+    // block that the sequence does not fill is a partial one. share_of(all): those to go over.
+    template <class ShareOf>
+    FLASH_HOST_DEVICE static ListedTiles of_runs(const BlockRuns& runs, int seqlen_k, int block,
+                                                 ShareOf share_of) {
+        ListedTiles tiles{0, 0, runs.runs(), {}};
+        if (runs.runs() == 0) return tiles;
+        const BlockRun last = block_run(runs.first_run()[runs.runs() - 1]);
+        const int past = (last.first + last.count) * kPerBlock - ceil_div(seqlen_k, block);
+        const int all = runs.count() * kPerBlock - max_of(past, 0);
+        const VisibleTiles share = share_of(VisibleTiles{0, all});
+        tiles.end = share.count();
+        tiles.first_partial = runs.full() * kPerBlock - share.begin;
+        int skipped = runs.count() * kPerBlock - share.end;
+        while (true) {  // to the run of the last tile
+            const BlockRun found = block_run(runs.first_run()[--tiles.run]);
+            tiles.ahead[2] = (found.first + found.count) * kPerBlock - 1 - skipped;
+            if (skipped < found.count * kPerBlock || tiles.run == 0) break;
+            skipped -= found.count * kPerBlock;
+        }
+        tiles.step(runs);
+        tiles.step(runs);
+        return tiles;
+    }
+
+    FLASH_HOST_DEVICE void step() {
+        ahead[0] = ahead[1];
+        ahead[1] = ahead[2];
+        --ahead[2];
+    }
+    // By the row of runs; what comes before its first tile is never used.
+    FLASH_HOST_DEVICE void step(const BlockRuns& runs) {
+        const bool first_of_run = ahead[2] == block_run(runs.first_run()[run]).first * kPerBlock;
+        step();
+        if (!first_of_run || run == 0) return;
+        const BlockRun found = block_run(runs.first_run()[--run]);
+        ahead[2] = (found.first + found.count) * kPerBlock - 1;
+    }
+};
+
+// The Q tiles that see a KV tile in such a kernel, for one query head of the group after another,
+// each by the list of its head; without a mask those of the band. A place in that order:
+struct ListedQTile {
+    int head;  // -1: after the last one
+    int tile;
+    int left;  // tiles of this head, from this one on
+    int run;   // of the list
+    bool partial;
+};
+
+template <int kPerBlock>
+struct QTileList {
+    const BackwardParams& params;
+    const Sequence& sequence;
+    VisibleTiles band;
+    int head_k;
+    int kv_block;
+
+    FLASH_HOST_DEVICE bool listed() const { return params.tile_mask.kv_tiles != nullptr; }
+    FLASH_HOST_DEVICE BlockRuns runs(int head) const {
+        return runs_of_kv_block(params, sequence.batch, head, kv_block);
+    }
+
+    // The first tile of the query heads from this one on.
+    FLASH_HOST_DEVICE ListedQTile first(int head) const {
+        const int end = (head_k + 1) * (params.heads_q / params.heads_k);
+        if (!listed())
+            return {band.empty() || head == end ? -1 : head, band.begin, band.count(), 0, false};
+        for (; head < end; ++head) {
+            const BlockRuns list = runs(head);
+            if (list.count() > 0)
+                return {head, block_run(*list.first_run()).first * kPerBlock,
+                        list.count() * kPerBlock, 0, list.full() == 0};
+        }
+        return {-1};
+    }
+    FLASH_HOST_DEVICE ListedQTile first() const {
+        return first(head_k * (params.heads_q / params.heads_k));
+    }
+
+    FLASH_HOST_DEVICE ListedQTile after(ListedQTile x) const {
+        if (x.head < 0) return x;
+        if (--x.left == 0) return first(x.head + 1);
+        ++x.tile;
+        if (!listed()) return x;
+        const BlockRuns list = runs(x.head);
+        const BlockRun run = block_run(list.first_run()[x.run]);
+        if (x.tile == (run.first + run.count) * kPerBlock)
+            x.tile = block_run(list.first_run()[++x.run]).first * kPerBlock;
+        x.partial = x.left <= (list.count() - list.full()) * kPerBlock;
+        return x;
+    }
+    // Without tiles past the sequence, which the last block may have.
+    FLASH_HOST_DEVICE ListedQTile next(ListedQTile x) const {
+        do {
+            x = after(x);
+        } while (x.head >= 0 && x.tile * (kMaskBlock / kPerBlock) >= sequence.seqlen_q);
+        return x;
     }
 };
 

@@ -14,6 +14,11 @@ of an attn_mask is computed. What flash_ext does not run there (dropout, float32
 as before. SDPA's choice of a backend does not change: it takes the efficient one for an attn_mask.
 Only cuDNN's, which comes before both on Hopper GPUs, is switched off meanwhile.
 
+Above these ops SDPA turns a bool attn_mask into numbers, for each call again. So meanwhile
+`torch.nn.functional.scaled_dot_product_attention` is a function that makes a large one a
+`flash_ext.Mask`, once while the tensor lives and is not written to, and leaves all else to torch's.
+Code that has imported torch's function by name, and compiled graphs, keep the slower way.
+
 One implementation is active in the whole process, all its threads. Blocks of `activated` may be
 nested and may overlap between threads: flash_ext stays active until the last of them has ended.
 """
@@ -28,9 +33,13 @@ from typing import Any
 
 import torch
 import torch.nn.attention as attention_backends
+import torch.nn.functional as F
+from torch import Tensor
+from torch.compiler import is_compiling
 from torch.library import Library
 
-from .. import ops
+from .. import masked, ops
+from ..functional import attention_options
 from ..ops import torch_private
 
 NAME = "flash_ext"
@@ -128,12 +137,63 @@ def _summed_dims(sizes: list[int]) -> int:
     return sum(1 << dim for dim, size in enumerate(given) if size == 1)
 
 
+_torch_sdpa = F.scaled_dot_product_attention
+
+
+def _by_mask(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float | None, gqa: bool
+) -> Tensor | None:
+    """SDPA of (B, H, S, D) with a bool mask as a `flash_ext.Mask`; None if torch must run it."""
+    if not (visible.dtype == torch.bool and query.dim() == key.dim() == value.dim() == 4):
+        return None
+    if query.shape[2] * key.shape[2] < masked.WORTH_A_MASK:
+        return None
+    if not (gqa or query.shape[1] == key.shape[1]):
+        return None
+    if not type(query) is type(key) is type(value) is type(visible) is Tensor:
+        return None
+    if torch_private.in_function_mode() or not torch.backends.cuda.mem_efficient_sdp_enabled():
+        return None
+    device = query.device.type
+    if ops.autocasts(query) and query.dtype != torch.get_autocast_dtype(device):
+        return None
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    given = attention_options(q, bias=visible, scale=scale)
+    given = masked.with_bool_bias(q, k, v, visible, given)
+    if "bias" in given:
+        return None
+    out: Tensor = ops.forward(q, k, v, need_lse=False, **given)[0]
+    return out.transpose(1, 2)
+
+
+def _sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`torch.nn.functional.scaled_dot_product_attention` while flash_ext is active: torch's own,
+    but for large bool masks."""
+    if attn_mask is not None and not (is_compiling() or dropout_p or is_causal):
+        out = _by_mask(query, key, value, attn_mask, scale, enable_gqa)
+        if out is not None:
+            return out
+    positional = query, key, value, attn_mask, dropout_p, is_causal
+    return _torch_sdpa(*positional, scale=scale, enable_gqa=enable_gqa)
+
+
 class Handle:
     """The overrides in force. `remove` ends them and gives cuDNN's backend back."""
 
     def __init__(self, originals: Library, with_out: bool) -> None:
         self._originals: Library | None = originals
         _override(True, with_out)
+        if F.scaled_dot_product_attention is _torch_sdpa:
+            F.scaled_dot_product_attention = _sdpa
         self._cudnn = torch.backends.cuda.cudnn_sdp_enabled()
         torch.backends.cuda.enable_cudnn_sdp(False)
 
@@ -141,6 +201,8 @@ class Handle:
         """End the overrides; a second call does nothing."""
         if self._originals is not None:
             _override(False, False)
+            if F.scaled_dot_product_attention is _sdpa:
+                F.scaled_dot_product_attention = _torch_sdpa
             self._originals = None  # its ops go with the library
             if not torch.backends.cuda.cudnn_sdp_enabled():  # as it was left here
                 torch.backends.cuda.enable_cudnn_sdp(self._cudnn)

@@ -33,7 +33,7 @@ FP8_VARIANTS = ("fa3",)
 MASK_OPTIONS = ("mask_kv_tiles", "mask_q_tiles", "mask_words")
 """The tensors of a `flash_ext.Mask`, as a call has them: all or none."""
 
-MASK_VARIANTS = ("fa3",)
+MASK_VARIANTS = ("fa2", "fa3")
 """The variants whose CUDA kernels have a mask. All CPU kernels do."""
 
 MASK_BLOCK, MOST_MASK_BLOCKS = 128, 2**16 - 1

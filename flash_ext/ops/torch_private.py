@@ -318,6 +318,12 @@ def version(x: Tensor) -> object:
     return getattr(x, "_version", object())
 
 
+def base_of(x: Tensor) -> Tensor:
+    """The tensor that x is a view of, or x itself."""
+    base = getattr(x, "_base", None)
+    return x if base is None else base
+
+
 _register_pytree = _find("torch.utils._pytree.register_pytree_node")
 _attribute_key = _find("torch.utils._pytree.GetAttrKey")
 

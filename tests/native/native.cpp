@@ -21,6 +21,7 @@
 #include "problem/mask.cuh"
 #include "problem/params.h"
 #include "problem/sequences.cuh"
+#include "problem/tile_mask.cuh"
 #include "schedule/dbias_tiles.cuh"
 #include "schedule/row_tiles.cuh"
 #include "schedule/split_kv.cuh"
@@ -44,6 +45,49 @@ std::vector<int> numbers_of(VisibleTiles tiles) {
     std::vector<int> numbers;
     for (int i = tiles.begin; i < tiles.end; ++i) numbers.push_back(tiles.tile(i));
     return numbers;
+}
+
+// (number, is it of a partial block?) of the KV tiles that a row of runs lists, from the last one
+// to the first, for each split of them.
+template <int kPerBlock>
+std::vector<std::vector<Pair>> listed_kv_tiles(const std::vector<int>& row, int seqlen_k,
+                                               int splits) {
+    std::vector<std::vector<Pair>> all(splits);
+    for (int split = 0; split < splits; ++split) {
+        auto tiles = ListedTiles<kPerBlock>::of_runs(
+            {row.data()}, seqlen_k, kMaskBlock / kPerBlock,
+            [&](const VisibleTiles& seen) { return split_of(seen, split, splits); });
+        for (int i = tiles.end - 1; i >= tiles.begin; --i, tiles.step({row.data()})) {
+            all[split].push_back({tiles.ahead[0], tiles.is_partial(i)});
+            if (i > 1 && split == 0) {  // what is loaded ahead
+                auto next = tiles;
+                next.step({row.data()});
+                if (next.ahead[0] != tiles.ahead[1] || next.ahead[1] != tiles.ahead[2]) return {};
+            }
+        }
+    }
+    return all;
+}
+
+// (head, number, partial?) of the Q tiles of a KV block, whose rows of runs, a query head each, are
+// side by side.
+template <int kPerBlock>
+std::vector<std::array<int, 3>> listed_q_tiles(const std::vector<int>& rows, int heads,
+                                               int seqlen_q) {
+    BackwardParams params{};
+    params.heads_q = heads;
+    params.heads_k = 1;
+    params.tile_mask.kv_tiles = params.tile_mask.q_tiles = rows.data();
+    params.tile_mask.kv_blocks = 1;
+    params.tile_mask.q_row = static_cast<int>(rows.size()) / heads;
+    params.tile_mask.by_head = true;
+    Sequence sequence{};
+    sequence.seqlen_q = seqlen_q;
+    const QTileList<kPerBlock> list{params, sequence, {0, 0}, 0, 0};
+    std::vector<std::array<int, 3>> all;
+    for (ListedQTile x = list.first(); x.head >= 0; x = list.next(x))
+        all.push_back({x.head, x.tile, x.partial});
+    return all;
 }
 
 // Window sides as the ops take them: -1 is unlimited.
@@ -243,6 +287,16 @@ PYBIND11_MODULE(flash_ext_native, m) {
     });
     m.def("full_q_tiles", [](const BandMask& mask, Pair keys, int block) {
         return pair_of(VisibleTiles::seeing_all(mask, interval_of(keys), block));
+    });
+    m.def("listed_kv_tiles", [](const std::vector<int>& row, int keys, int block, int splits) {
+        return block == 32   ? listed_kv_tiles<4>(row, keys, splits)
+               : block == 64 ? listed_kv_tiles<2>(row, keys, splits)
+                             : listed_kv_tiles<1>(row, keys, splits);
+    });
+    m.def("listed_q_tiles", [](const std::vector<int>& rows, int heads, int queries, int block) {
+        return block == 32   ? listed_q_tiles<4>(rows, heads, queries)
+               : block == 64 ? listed_q_tiles<2>(rows, heads, queries)
+                             : listed_q_tiles<1>(rows, heads, queries);
     });
     // (sequence, tile, first row, rows, rows in use) of every tile of a head, batch by batch.
     m.def("row_tiles", [](int batch, int rows, const std::optional<std::vector<int>>& cu_seqlens,

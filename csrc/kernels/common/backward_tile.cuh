@@ -23,9 +23,11 @@
 #include "kernels/common/backward_math.cuh"
 #include "kernels/common/launch.cuh"
 #include "kernels/common/postprocess_dq.cuh"
+#include "kernels/common/q_tile_walk.cuh"
 #include "kernels/common/softmax.cuh"
 #include "kernels/common/varlen.cuh"
 #include "plan/workspace_rows.cuh"
+#include "problem/hide_by_words.cuh"
 #include "problem/key_rows.cuh"
 #include "problem/mask.cuh"
 #include "problem/score.cuh"
@@ -112,35 +114,6 @@ struct DQAccum {
     }
 };
 
-// The order of the inner loop: the Q tiles that see the KV tile, for one query head of the group
-// after another.
-struct QTileWalk {
-    VisibleTiles q_tiles;
-    int last_head;
-    int head;
-    int i;          // in q_tiles
-    int stage = 0;  // in shared memory, modulo kStages
-
-    FLASH_DEVICE QTileWalk(VisibleTiles q_tiles_, int first_head, int heads)
-        : q_tiles(q_tiles_),
-          last_head(q_tiles_.empty() ? first_head - 1 : first_head + heads - 1),
-          head(first_head),
-          i(q_tiles_.begin) {}
-
-    FLASH_DEVICE bool done() const { return head > last_head; }
-    FLASH_DEVICE int q_tile() const { return q_tiles.tile(i); }
-
-    FLASH_DEVICE QTileWalk next() const {
-        QTileWalk after = *this;
-        after.stage ^= 1;
-        if (++after.i == q_tiles.end) {
-            after.i = q_tiles.begin;
-            ++after.head;
-        }
-        return after;
-    }
-};
-
 template <class Element_, int kHeadDim_, int kHeadDimV_, OptionSet kOptions_,
           tuning::MmaBackwardShape kTuning>
 struct BackwardTile {
@@ -148,6 +121,7 @@ struct BackwardTile {
     static constexpr OptionSet kOptions = kOptions_;
     static constexpr bool kUnaligned = contains(kOptions, OptionSet::kUnaligned);
     static constexpr bool kMayBeVarlen = contains(kOptions, OptionSet::kVarlen);
+    static constexpr bool kMayHaveMask = contains(kOptions, OptionSet::kMask);  // of tiles
     static constexpr bool kWholeTiles =
         !contains(kOptions, OptionSet::kVarlen);  // see plan_mma_backward()
     static constexpr int kHeadDim = kHeadDim_;
@@ -174,6 +148,9 @@ struct BackwardTile {
     static constexpr int kWarpsN = KTile::kBlocksPerAtom;
     static constexpr int kWarpsM = kWarps / kWarpsN;
 
+    using Walk = std::conditional_t<kMayHaveMask, ListedQTileWalk, QTileWalk>;
+    static_assert(!kMayHaveMask || (kMaskBlock % kBlockQ == 0 && kMaskBlock % kBlockKV == 0));
+
     // What comes with a Q tile: a number for each of its queries.
     struct Statistics {
         float lse_log2[kBlockQ];
@@ -187,6 +164,7 @@ struct BackwardTile {
         char q[kStages][QTile::kBytes];
         char dout[kStages][DOTile::kBytes];
         Statistics statistics[kStages];
+        [[no_unique_address]] QTileMaskStorage<kMayHaveMask, kStages, kBlockQ> mask;
         alignas(16) int work_index;
         alignas(16) TileCoord tile_coord;
     };
@@ -229,6 +207,23 @@ struct BackwardTile {
                                                    kBlockQ);
     }
 
+    // The first of them, for one query head of the group after another, and the next one.
+    FLASH_DEVICE Walk first_q_tile(int first_key) const {
+        const int group = params.heads_q / params.heads_k;
+        if constexpr (kMayHaveMask) {
+            return ListedQTileWalk::first(mask_storage().q_tiles, q_tile_list(first_key));
+        } else {
+            return QTileWalk(q_tiles_seeing(first_key), head_k * group, group);
+        }
+    }
+    FLASH_DEVICE Walk next_q_tile(const Walk& walk, int first_key) const {
+        if constexpr (kMayHaveMask) {
+            return walk.next(mask_storage().q_tiles, q_tile_list(first_key));
+        } else {
+            return walk.next();
+        }
+    }
+
     FLASH_DEVICE void load_kv(int first_key) const {
         const KeyRows keys = key_rows(params, sequence);
         load_tile<KTile, kThreads, kUnaligned>(
@@ -252,10 +247,10 @@ struct BackwardTile {
         return smem + offsetof(SharedStorage, dout) + stage % kStages * DOTile::kBytes;
     }
 
-    FLASH_DEVICE void load_q(const QTileWalk& walk) const {
+    FLASH_DEVICE void load_q(const Walk& walk) const {
         load_rows<QTile>(q_tile_at(walk.stage), params.q, params.head_dim, walk);
     }
-    FLASH_DEVICE void load_do(const QTileWalk& walk) const {
+    FLASH_DEVICE void load_do(const Walk& walk) const {
         load_rows<DOTile>(do_tile_at(walk.stage), params.dout, params.head_dim_v, walk);
     }
 
@@ -264,7 +259,7 @@ struct BackwardTile {
     }
 
     // Fetches lse, delta and reference of a Q tile, which the preprocess pass has left in HBM.
-    FLASH_DEVICE void load_statistics(const QTileWalk& walk) const {
+    FLASH_DEVICE void load_statistics(const Walk& walk) const {
         constexpr int kChunks = kBlockQ / 4;
         // With two stages no register is left for it over the loop.
         const int thread = kStages == 2 ? ptx::not_hoisted(threadIdx.x) : threadIdx.x;
@@ -282,9 +277,22 @@ struct BackwardTile {
                          true);
     }
 
+    // Fetches what the mask of tiles has of the queries, if it shows the tile in part.
+    FLASH_DEVICE void load_words(const Walk& walk, int first_key) const {
+        if constexpr (kMayHaveMask) {
+            const int query = static_cast<int>(threadIdx.x) - (kThreads - kBlockQ);
+            if (!walk.partial || query < 0) return;
+            ptx::cp_async_16(
+                ptx::shared_address(mask_storage().words[walk.stage % kStages] + query),
+                words_of(params, sequence.batch, walk.head, walk.q_tile() * kBlockQ + query,
+                         first_key / kMaskBlock),
+                true);
+        }
+    }
+
     // P^T of the warp's keys and queries. Queries past the sequence are not masked: their lse is
     // +inf, which makes their P zero.
-    FLASH_DEVICE void compute_p(Scores& rP, const QTileWalk& walk, int first_key) const {
+    FLASH_DEVICE void compute_p(Scores& rP, const Walk& walk, int first_key) const {
         rP.clear();
         gemm<Element, kHeadDim>(rP, AFromRows<KTile>(k_tile(), warp_key),
                                 BFromRows<QTile>(q_tile_at(walk.stage), warp_query()));
@@ -292,8 +300,8 @@ struct BackwardTile {
         if constexpr (changes_scores(kOptions))
             score_function(walk.head).apply(rP, first_key + warp_key, first_query);
         const auto is_full = [&] {
-            return walk.q_tiles.is_full(walk.i, mask, tile_interval(walk.q_tile(), kBlockQ),
-                                        {first_key, first_key + kBlockKV});
+            return VisibleTiles::is_full(walk.i, mask, tile_interval(walk.q_tile(), kBlockQ),
+                                         {first_key, first_key + kBlockKV});
         };
         const bool large_lse = params.large_lse.is_raised();  // read each time, to save registers
         // The order decides whether ptxas spills.
@@ -305,6 +313,11 @@ struct BackwardTile {
             mask_scores(rP, first_query,
                         [&](int row) { return mask.query_range(first_key + warp_key + row); });
         }
+        if constexpr (kMayHaveMask) {
+            if (walk.partial)
+                hide_queries(rP, mask_storage().words[walk.stage % kStages] + warp_query(),
+                             params.tile_mask.bits, first_key + warp_key);
+        }
         exponentiate<Rows::kKeys>(rP, statistics(walk.stage).lse_log2 + warp_query(),
                                   exponent_scale<kOptions>(params));
     }
@@ -312,8 +325,7 @@ struct BackwardTile {
     // dS^T from P^T: the gradient of Q K^T scale, or, without kThroughSoftcap, that of the scores
     // after softcap. With dropout P becomes the factor of dO in dV.
     template <bool kThroughSoftcap = true>
-    FLASH_DEVICE void compute_ds(Scores& rdS, Scores& rP, const QTileWalk& walk,
-                                 int first_key) const {
+    FLASH_DEVICE void compute_ds(Scores& rdS, Scores& rP, const Walk& walk, int first_key) const {
         const float* minus_delta = statistics(walk.stage).minus_delta + warp_query();
         rdS.clear();  // dP^T first
         gemm<Element, kHeadDimV>(rdS, AFromRows<VTile>(v_tile(), warp_key),
@@ -399,7 +411,7 @@ struct BackwardTile {
     }
 
     // Adds a slice of dQ_i to that in HBM.
-    FLASH_DEVICE void add_dq(const DQ& rdQ, const QTileWalk& walk, int slice) const {
+    FLASH_DEVICE void add_dq(const DQ& rdQ, const Walk& walk, int slice) const {
         using Accum = DQAccum<BackwardTile>;
         Accum(params, sequence, walk.head, walk.q_tile(), slice)
             .for_all([&](int block, int n, typename Accum::Floats& floats) {
@@ -451,6 +463,14 @@ struct BackwardTile {
     }
 
  private:
+    static FLASH_DEVICE auto& mask_storage() { return shared_storage<SharedStorage>().mask; }
+
+    FLASH_DEVICE QTileList<kMaskBlock / kBlockQ> q_tile_list(int first_key) const
+        requires kMayHaveMask
+    {
+        return {params, sequence, q_tiles_seeing(first_key), head_k, first_key / kMaskBlock};
+    }
+
     // The warp's first query within the Q tile, while it computes P^T and dS^T.
     FLASH_DEVICE int warp_query() const { return warp_d * Scores::kCols; }
 
@@ -460,7 +480,7 @@ struct BackwardTile {
 
     template <class Tile>
     FLASH_DEVICE void load_rows(uint32_t shared, const TensorView& view, int cols,
-                                const QTileWalk& walk) const {
+                                const Walk& walk) const {
         const auto tile =
             query_rows<const Element>(view, sequence, walk.head, walk.q_tile() * kBlockQ, cols);
         load_tile<Tile, kThreads, kUnaligned>(shared, tile, params.aligned);

@@ -18,8 +18,8 @@ namespace flash_ext {
 
 template <class Element, int kHeadDim>
 using BiasGradientTile =
-    BackwardTile<Element, kHeadDim, kHeadDim, tuning::kAllOptions,
-                 tuning::fa2_backward_shape({kHeadDim, kHeadDim}, tuning::kAllOptions)>;
+    BackwardTile<Element, kHeadDim, kHeadDim, tuning::kAllAndMask,
+                 tuning::fa2_backward_shape({kHeadDim, kHeadDim}, tuning::kAllAndMask)>;
 
 template <class Tile>
 struct BiasGradient {
@@ -41,11 +41,14 @@ struct BiasGradient {
             const VisibleTiles kv_tiles = seen.within(own_kv_tiles);
             for (int i = kv_tiles.begin; i < kv_tiles.end; ++i) {
                 const int first_key = kv_tiles.tile(i) * Tile::kBlockKV;
-                const QTileWalk walk({q_tile, q_tile + 1}, head_q, 1);
+                const BlockKind kind = kind_of_tile(sequence, head_q, q_tile, first_key);
+                if (kind == BlockKind::kHidden) continue;
+                const typename Tile::Walk walk{head_q, q_tile, kind == BlockKind::kPartial};
                 cta.load_kv(first_key);
                 cta.load_q(walk);
                 cta.load_do(walk);
                 cta.load_statistics(walk);
+                cta.load_words(walk, first_key);
                 ptx::cp_async_commit();
                 ptx::cp_async_wait<0>();
                 __syncthreads();  // the tiles and the statistics have landed
@@ -56,6 +59,15 @@ struct BiasGradient {
                 __syncthreads();  // all warps have left the tiles
             }
         }
+    }
+
+    // What a mask of tiles says of a tile of scores.
+    FLASH_DEVICE BlockKind kind_of_tile(const Sequence& sequence, int head, int q_tile,
+                                        int first_key) const {
+        if (params.tile_mask.kv_tiles == nullptr) return BlockKind::kFull;
+        return kind_of(
+            runs_of_q_block(params, sequence.batch, head, q_tile * Tile::kBlockQ / kMaskBlock),
+            first_key / kMaskBlock);
     }
 
     // A tile of dbias from the warps' sums, through shared memory as [query][key].

@@ -44,21 +44,40 @@ struct DQSemaphore {
                workspace_row(params, cta.sequence, head, q_tile * Tile::kBlockQ) / kWorkspaceRows;
     }
 
+    // What a mask of tiles has of the Q tile's block, and the block of this CTA's keys.
+    FLASH_DEVICE BlockRuns runs() const {
+        return runs_of_q_block(params, cta.sequence.batch, head,
+                               q_tile * Tile::kBlockQ / kMaskBlock);
+    }
+    FLASH_DEVICE int kv_block() const { return kv_tile * Tile::kBlockKV / kMaskBlock; }
+    FLASH_DEVICE bool listed() const {
+        return Tile::kMayHaveMask && params.tile_mask.kv_tiles != nullptr;
+    }
+
+    // Does the KV tile have a place in the order? A list of Q tiles by intervals may name some that
+    // do not list it, and see none of its keys: it adds zeros to these.
+    FLASH_DEVICE bool counts() const {
+        return !listed() || params.tile_mask.bits ||
+               kind_of(runs(), kv_block()) != BlockKind::kHidden;
+    }
+
     // How many KV tiles see the Q tile and come before this CTA's.
     FLASH_DEVICE int mine() const {
+        constexpr int kPerBlock = max_of(kMaskBlock / Tile::kBlockKV, 1);
+        if (listed()) return blocks_before(runs(), kv_block()) * kPerBlock + kv_tile % kPerBlock;
         return VisibleTiles::of_queries<false>(cta.mask, tile_interval(q_tile, Tile::kBlockQ),
                                                Tile::kBlockKV)
             .count_before(kv_tile);
     }
 
     FLASH_DEVICE void wait() const {
-        if (threadIdx.x == 0) ptx::wait_for_count(counter(), mine(), 64);
+        if (threadIdx.x == 0 && counts()) ptx::wait_for_count(counter(), mine(), 64);
         __syncthreads();  // what the earlier CTAs have added is visible to all threads
     }
 
     FLASH_DEVICE void end() const {
         __syncthreads();  // all threads have issued their additions
-        if (threadIdx.x == 0) {
+        if (threadIdx.x == 0 && counts()) {
             __threadfence();
             ptx::red_add_release(counter(), 1);
         }
@@ -90,8 +109,6 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
     const Tile cta(params, sequence, work.head);
     const int first_key = kv_tile * Tile::kBlockKV;
     if (Tile::kMayBeVarlen && first_key >= sequence.rows_k) return;  // a padding tile
-    const VisibleTiles q_tiles = cta.q_tiles_seeing(first_key);
-    const int group = params.heads_q / params.heads_k;
 
     typename Tile::GradientK rdK;
     typename Tile::GradientV rdV;
@@ -99,11 +116,12 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
     rdV.clear();
     TileCoord& stored = storage.tile_coord;  // registers are short over the loop
     if (threadIdx.x == 0) stored = {sequence, work.head, first_key};
-    QTileWalk walk(q_tiles, work.head * group, group);
+    typename Tile::Walk walk = cta.first_q_tile(first_key);
     cta.load_kv(first_key);
     if (!walk.done()) {
         cta.load_q(walk);
         cta.load_statistics(walk);
+        cta.load_words(walk, first_key);
         if constexpr (Tile::kStages == 2) cta.load_do(walk);
     }
     ptx::cp_async_commit();
@@ -111,12 +129,13 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
     while (!walk.done()) {
         ptx::cp_async_wait<0>();
         __syncthreads();  // this Q tile has landed; all warps have left the previous one
-        const QTileWalk next = walk.next();
+        const typename Tile::Walk next = cta.next_q_tile(walk, first_key);
         if constexpr (Tile::kStages == 1) {
             cta.load_do(walk);
         } else if (!next.done()) {
             cta.load_q(next);
             cta.load_statistics(next);
+            cta.load_words(next, first_key);
             cta.load_do(next);
         }
         ptx::cp_async_commit();
@@ -140,6 +159,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
             if (!next.done()) {
                 cta.load_q(next);
                 cta.load_statistics(next);
+                cta.load_words(next, first_key);
             }
             ptx::cp_async_commit();
         }

@@ -34,6 +34,7 @@
 #include "kernels/common/launch.cuh"
 #include "kernels/common/softmax.cuh"
 #include "kernels/common/varlen.cuh"
+#include "problem/hide_by_words.cuh"
 #include "problem/key_rows.cuh"
 #include "problem/mask.cuh"
 #include "problem/score.cuh"
@@ -53,6 +54,7 @@ struct Fa2Forward {
     static constexpr bool kMayBeVarlen = contains(kOptions, OptionSet::kVarlen);
     static constexpr bool kUnaligned = contains(kOptions, OptionSet::kUnaligned);
     static constexpr bool kMayHaveSplits = contains(kOptions, OptionSet::kSplits);
+    static constexpr bool kMayHaveMask = contains(kOptions, OptionSet::kMask);  // of tiles
     static constexpr int kRowsPerWarp = kTuning.rows_per_warp;
     static constexpr int kThreads = kTuning.warps * 32;
     static constexpr int kBlockQ = kTuning.warps * kRowsPerWarp;
@@ -82,7 +84,10 @@ struct Fa2Forward {
 
     static_assert(kBlockKV % 16 == 0 && kRowsPerWarp % 16 == 0);
     static_assert(kBlockQ == tuning::kForwardBlockQ);
+    static_assert(!kMayHaveMask || (kBlockQ == kMaskBlock && kMaskBlock % kBlockKV == 0));
 
+    using KVTiles =
+        std::conditional_t<kMayHaveMask, ListedTiles<kMaskBlock / kBlockKV>, VisibleTiles>;
     using Scores = RegisterTile<kRowsPerWarp, kBlockKV>;
     using Output = RegisterTile<kRowsPerWarp, kHeadDimV>;
     using Softmax = OnlineSoftmax<kRowsPerWarp>;
@@ -143,10 +148,44 @@ struct Fa2Forward {
     FLASH_DEVICE int head_k() const { return key_head(params, head); }
 
     // The KV tiles that the CTA takes.
-    FLASH_DEVICE VisibleTiles kv_tiles() const {
-        const VisibleTiles seen =
-            VisibleTiles::of_queries(mask, {first_query, first_query + kBlockQ}, kBlockKV);
-        return has_splits(params) ? split_of(seen, split(), params.num_splits) : seen;
+    FLASH_DEVICE KVTiles kv_tiles() const {
+        const auto own = [&](const VisibleTiles& seen) {
+            return has_splits(params) ? split_of(seen, split(), params.num_splits) : seen;
+        };
+        if constexpr (kMayHaveMask) {
+            if (params.tile_mask.kv_tiles != nullptr)
+                return KVTiles::of_runs(runs(), sequence.seqlen_k, kBlockKV, own);
+            return KVTiles::of_band(own(band_tiles()));
+        } else {
+            return own(band_tiles());
+        }
+    }
+    FLASH_DEVICE VisibleTiles band_tiles() const {
+        return VisibleTiles::of_queries(mask, {first_query, first_query + kBlockQ}, kBlockKV);
+    }
+    // What the mask of tiles has of the Q tile.
+    FLASH_DEVICE BlockRuns runs() const {
+        return runs_of_q_block(params, sequence.batch, head, first_query / kMaskBlock);
+    }
+
+    // The number of tile i - kAhead, where i is that of the iteration.
+    template <int kAhead = 0>
+    static FLASH_DEVICE int tile(const KVTiles& kv_tiles, int i) {
+        if constexpr (kMayHaveMask) {
+            return kv_tiles.ahead[kAhead];
+        } else {
+            return kv_tiles.tile(i - kAhead);
+        }
+    }
+    // To the next iteration.
+    FLASH_DEVICE void step(KVTiles& kv_tiles) const {
+        if constexpr (kMayHaveMask) {
+            if (params.tile_mask.kv_tiles != nullptr) {
+                kv_tiles.step(runs());
+            } else {
+                kv_tiles.step();
+            }
+        }
     }
 
     FLASH_DEVICE void load_q() const {
@@ -155,37 +194,38 @@ struct Fa2Forward {
         load_tile<QTile, kThreads, kUnaligned>(sQ, gQ, params.aligned);
     }
 
-    // From here on, each load_k or load_v loads the tile of the index before the last one.
+    // From here on, each load_k or load_v loads the tile of the index before the last one. With a
+    // mask of tiles each asks where its tile is.
     FLASH_DEVICE void start_kv(int kv_tile) {
         const auto keys = key_rows<kOptions>(params, sequence);
         const int first_key = kv_tile * kBlockKV;
         k_cursor.start(keys, params.k, head_k(), first_key);
         v_cursor.start(keys, params.v, head_k(), first_key);
     }
-    // Into a stage of the pipeline; kAllRows as for TileCursor::load.
-    template <bool kAllRows>
-    FLASH_DEVICE void load_k(const VisibleTiles& kv_tiles, int i, uint32_t stage) {
-        load<kAllRows>(k_cursor, sK(stage), params.k, params.head_dim, kv_tiles, i);
+    // Tile i - kAhead into a stage of the pipeline; kAllRows as for TileCursor::load.
+    template <bool kAllRows, int kAhead>
+    FLASH_DEVICE void load_k(const KVTiles& kv_tiles, int i, uint32_t stage) {
+        load<kAllRows>(k_cursor, sK(stage), params.k, params.head_dim, tile<kAhead>(kv_tiles, i));
     }
-    template <bool kAllRows>
-    FLASH_DEVICE void load_v(const VisibleTiles& kv_tiles, int i, uint32_t stage) {
-        load<kAllRows>(v_cursor, sV(stage), params.v, params.head_dim_v, kv_tiles, i);
+    template <bool kAllRows, int kAhead>
+    FLASH_DEVICE void load_v(const KVTiles& kv_tiles, int i, uint32_t stage) {
+        load<kAllRows>(v_cursor, sV(stage), params.v, params.head_dim_v, tile<kAhead>(kv_tiles, i));
     }
     template <bool kAllRows, class Cursor>
     FLASH_DEVICE void load(Cursor& cursor, uint32_t shared, const TensorView& view, int cols,
-                           const VisibleTiles& kv_tiles, int i) const {
+                           int kv_tile) const {
         const auto keys = key_rows<kOptions>(params, sequence);
-        const int first_key = kv_tiles.tile(i) * kBlockKV;
-        const int next_key = first_key - kv_tiles.distance(i) * kBlockKV;
+        const int first_key = kv_tile * kBlockKV;
+        if constexpr (kMayHaveMask) cursor.start(keys, view, head_k(), first_key);
         cursor.template load<kAllRows>(shared, keys, view, head_k(), cols, params.aligned,
-                                       first_key, next_key);
+                                       first_key, first_key - kBlockKV);
     }
     FLASH_DEVICE void commit(uint32_t stage) const {
         pipeline.producer_commit(stage, !kUnaligned || params.aligned);
     }
 
     // S = Q K^T, masked.
-    FLASH_DEVICE void score(Scores& rS, const QOperand& q, const VisibleTiles& kv_tiles, int i,
+    FLASH_DEVICE void score(Scores& rS, const QOperand& q, const KVTiles& kv_tiles, int i,
                             uint32_t stage) const {
         rS.clear();
         gemm<Element, kHeadDim>(rS, q, BFromRows<KTile>(sK(stage)));
@@ -193,15 +233,28 @@ struct Fa2Forward {
 
         const Fa2Forward cta = in_loop();
         const Interval queries{cta.first_query, cta.first_query + kBlockQ};
-        const Interval keys = tile_interval(kv_tiles.tile(i), kBlockKV);
+        const Interval keys = tile_interval(tile(kv_tiles, i), kBlockKV);
         const int first_row = cta.first_query + warp_row;
         if constexpr (changes_scores(kOptions))
             ScoreFunction<Element, Rows::kQueries, kOptions>{params, cta.sequence, cta.head}.apply(
                 rS, first_row, keys.begin);
-        if (!kv_tiles.is_full(i, cta.mask, queries, keys)) {
+        if (!VisibleTiles::is_full(i, cta.mask, queries, keys)) {
             mask_scores(rS, keys.begin,
                         [&](int row) { return cta.mask.key_range(first_row + row); });
         }
+        if constexpr (kMayHaveMask) {
+            if (kv_tiles.is_partial(i)) hide(rS, keys.begin);
+        }
+    }
+
+    // Hides what the mask of tiles does not show of a partial block.
+    FLASH_DEVICE void hide(Scores& rS, int first_key) const {
+        const uint32_t* words =
+            words_of(params, sequence.batch, head, first_query, first_key / kMaskBlock);
+        const auto words_of_row = [&](int row) -> const MaskWords& {
+            return reinterpret_cast<const MaskWords*>(words)[warp_row + row];
+        };
+        hide_keys(rS, words_of_row, params.tile_mask.bits, /*none=*/false, first_key);
     }
 
     // S becomes P.
@@ -277,7 +330,7 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerSm)
     Kernel cta(params, tile_coord);
     if (Kernel::kMayBeVarlen && cta.first_query < 0) return;  // a padding tile
 
-    const VisibleTiles kv_tiles = cta.kv_tiles();
+    typename Kernel::KVTiles kv_tiles = cta.kv_tiles();
     const int last = kv_tiles.end - 1;
 
     if (threadIdx.x == 0) {
@@ -287,11 +340,11 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerSm)
     __syncthreads();  // the pipeline's barriers and the tile coordinates are written
     cta.load_q();
     if (!kv_tiles.empty()) {
-        cta.start_kv(kv_tiles.tile(last));
-        cta.template load_k<false>(kv_tiles, last, 0);  // it may end past the sequence
+        cta.start_kv(Kernel::tile(kv_tiles, last));
+        cta.template load_k<false, 0>(kv_tiles, last, 0);  // it may end past the sequence
         cta.commit(0);
-        cta.template load_v<false>(kv_tiles, last, 1);
-        if (last > kv_tiles.begin) cta.template load_k<true>(kv_tiles, last - 1, 1);
+        cta.template load_v<false, 0>(kv_tiles, last, 1);
+        if (last > kv_tiles.begin) cta.template load_k<true, 1>(kv_tiles, last, 1);
         cta.commit(1);
         cta.pipeline.consumer_wait(0);
     } else {
@@ -313,15 +366,16 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerSm)
     for (int i = last; i >= kv_tiles.begin; --i, ++stage) {
         typename Kernel::Scores rS;
         cta.score(rS, q, kv_tiles, i, stage);
-        cta.exponentiate(rS, rO, softmax, kv_tiles.tile(i));
+        cta.exponentiate(rS, rO, softmax, Kernel::tile(kv_tiles, i));
         cta.pipeline.consumer_wait(stage + 1);
         cta.accumulate(rO, rS, stage + 1);
         if (i > kv_tiles.begin) {
             cta.pipeline.producer_acquire(stage + 2);
-            cta.template load_v<true>(kv_tiles, i - 1, stage + 2);
-            if (i - 1 > kv_tiles.begin) cta.template load_k<true>(kv_tiles, i - 2, stage + 2);
+            cta.template load_v<true, 1>(kv_tiles, i, stage + 2);
+            if (i - 1 > kv_tiles.begin) cta.template load_k<true, 2>(kv_tiles, i, stage + 2);
             cta.commit(stage + 2);
         }
+        cta.step(kv_tiles);
     }
 
     softmax.finish();
