@@ -297,10 +297,9 @@ struct Fa3BackwardProducers : Fa3Cta<MayHaveBias<Fa3BackwardParams, kOptions>, K
                 const int before = tiles_before(tile, head, first_row);
                 if (kMask && before < 0) return add_nothing();
                 const bool stores = before == 0 && !params.dq_accum_zeroed;
-                wait_for_turn(
-                    row_group,
-                    params.deterministic ? before : !params.dq_accum_zeroed && before > 0,
-                    uncounted[1]);
+                wait_for_turn(row_group,
+                              params.deterministic ? before : !params.dq_accum_zeroed && before > 0,
+                              uncounted[1]);
                 const int rows = stored_rows<kBlockQ>(tile.sequence, first_row);
 #pragma unroll 1
                 for (int i = 0; i < kConsumers; ++i) {
