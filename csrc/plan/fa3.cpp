@@ -255,6 +255,10 @@ void plan_fa3_forward(ForwardPlan& plan) {
         kernel.tile = params.batch_invariant ? tuning::Fa3ForwardTile::kSmallQ
                       : tile ? static_cast<tuning::Fa3ForwardTile>(*tile)
                              : fa3_forward_tile(dims, params, plan.mask, tiles <= gpu.sms, gpu);
+        if (!tuning::Fa3ForwardRow::has_tile(kernel.options, kernel.tile)) {
+            choose_kernel(plan, tuning::kFa3Forward, needed | OptionSet::kSplits);
+            kernel.tile = tuning::Fa3ForwardTile::kSmallQ;
+        }
     }
     const tuning::Fa3ForwardShape shape =
         fp8 ? tuning::fa3_forward_fp8_shape(dims, kernel.tile)

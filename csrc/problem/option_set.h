@@ -64,7 +64,7 @@ constexpr bool visits_elements(OptionSet set) {
 // so a set comes after the sets that it contains.
 struct OptionSets {
     int count;
-    OptionSet sets[11];
+    OptionSet sets[14];
 
     // The index of the set for these options, or -1.
     constexpr int index_for(OptionSet needed) const {
