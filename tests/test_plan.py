@@ -956,7 +956,7 @@ def test_a_launch_without_a_kernel_is_an_error(
 def test_a_plan_names_the_tile_that_runs(
     changed: dict[str, float], tile: int, native: ModuleType
 ) -> None:
-    """Kernels with splits have the smallest Q tile alone, at 128 the ones for softcap among them."""
+    """Kernels with splits have the smallest Q tile alone, at 128 also the ones for softcap."""
     sizes = {"seqlen_q": 4096, "seqlen_k": 4096, "heads_q": 32, "heads_k": 32, "head_dim": 64}
     assert problem(native, **sizes | changed).forward("fa3").tile == tile
 
