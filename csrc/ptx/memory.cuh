@@ -47,8 +47,8 @@ FLASH_DEVICE int load_acquire(const int* p) {
     return value;
 }
 
-// For a fence that is shared: load_relaxed() and then fence_acq_rel() is an acquire, fence_acq_rel()
-// and then red_add_relaxed() a release.
+// For a fence that is shared: load_relaxed() and then fence_acq_rel() is an acquire,
+// fence_acq_rel() and then red_add_relaxed() a release.
 FLASH_DEVICE int load_relaxed(const int* p) {
     int value;
     asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
