@@ -976,13 +976,24 @@ def test_a_launch_without_a_kernel_is_an_error(
             run(variant)
 
 
-@pytest.mark.parametrize("changed", ({"softcap": 30.0}, {"heads_k": 1, "seqlen_q": 40}))
-def test_a_plan_names_the_tile_that_runs(changed: dict[str, float], native: ModuleType) -> None:
-    """Kernels with splits, and the ones for softcap among them, have the smallest Q tile alone."""
-    usual, small_q = 1, 0  # Fa3ForwardTile
+@pytest.mark.parametrize(
+    ("changed", "tile"),
+    (
+        ({}, 1),
+        ({"softcap": 30.0}, 1),
+        ({"alibi": True}, 1),
+        ({"dropout": True}, 1),
+        ({"softcap": 30.0, "head_dim": 128}, 0),
+        ({"softcap": 30.0, "seqlen_q": 128}, 0),
+        ({"heads_k": 1, "seqlen_q": 40}, 0),
+    ),
+)
+def test_a_plan_names_the_tile_that_runs(
+    changed: dict[str, float], tile: int, native: ModuleType
+) -> None:
+    """Kernels with splits have the smallest Q tile alone, at 128 also the ones for softcap."""
     sizes = {"seqlen_q": 4096, "seqlen_k": 4096, "heads_q": 32, "heads_k": 32, "head_dim": 64}
-    assert problem(native, **sizes).forward("fa3").tile == usual
-    assert problem(native, **sizes | changed).forward("fa3").tile == small_q
+    assert problem(native, **sizes | changed).forward("fa3").tile == tile
 
 
 @pytest.mark.parametrize("head_dim", (64, 96, 128, 192, 256))

@@ -271,6 +271,10 @@ void plan_fa3_forward(ForwardPlan& plan) {
         kernel.tile = params.batch_invariant ? tuning::Fa3ForwardTile::kSmallQ
                       : tile ? static_cast<tuning::Fa3ForwardTile>(*tile)
                              : fa3_forward_tile(dims, params, plan.mask, tiles <= gpu.sms, gpu);
+        if (!tuning::Fa3ForwardRow::has_tile(kernel.options, kernel.tile)) {
+            choose_kernel(plan, tuning::kFa3Forward, needed | OptionSet::kSplits);
+            kernel.tile = tuning::Fa3ForwardTile::kSmallQ;
+        }
     }
     const tuning::Fa3ForwardShape shape =
         fp8 ? tuning::fa3_forward_fp8_shape(dims, kernel.tile)
@@ -391,6 +395,8 @@ void plan_fa3_backward(BackwardPlan& plan) {
     const BackwardParams of_parts = with_parts_as_heads(params);
     if (wide) return plan_wide_backward(plan, of_parts);
     params.tile_order = backward_tile_order(of_parts, plan.mask, block_kv, dims, 1, gpu);
+    params.tile_order.l2_group_heads =
+        forced("FLASH_EXT_FORCE_HEADS").value_or(params.tile_order.l2_group_heads);
     if (params.tile_mask.kv_tiles == nullptr) {  // otherwise a Q tile may be in no list
         kernel.lead = lead_of(of_parts, plan.mask, params.tile_order, dims, gpu);
         params.dq_accum_zeroed = kernel.lead == 0 && !params.deterministic;

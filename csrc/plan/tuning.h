@@ -126,8 +126,9 @@ struct Fa3Costs {
 };
 
 // Kernels with options take twice as long to compile. Models with softcap or ALiBi have head dims
-// 64, 128 and 256, with dropout 64 and 128: at others such calls are padded further. The last set
-// is for rare calls: both softcap and ALiBi, or a rare scale.
+// 64, 128 and 256, with dropout 64 and 128: at others such calls are padded further. kFa3Scores is
+// for rare calls: both softcap and ALiBi, or a rare scale. At 64 the usual tiles are faster with
+// options, too: they have no splits.
 inline constexpr OptionSets kFa3ForwardOptions{4, {kVarlen, kVarlenSplits, kPages, kPagesSplits}};
 inline constexpr OptionSets kFa3ForwardBias{
     5, {kVarlen, kVarlenSplits, kFa3Bias, kPages, kPagesSplits}};
@@ -135,6 +136,11 @@ inline constexpr OptionSets kFa3ForwardAllOptions{
     11,
     {kVarlen, kVarlenSplits, kFa3Softcap, kFa3Alibi, kFa3Dropout, kFa3Bias, kFa3Mask,
      kFa3MaskSplits, kFa3Scores, kPages, kPagesSplits}};
+inline constexpr OptionSets kFa3Forward64Options{
+    14,
+    {kVarlen, kVarlenSplits, kVarlen | OptionSet::kSoftcap, kFa3Softcap,
+     kVarlen | OptionSet::kAlibi, kFa3Alibi, kVarlen | OptionSet::kDropout, kFa3Dropout, kFa3Bias,
+     kFa3Mask, kFa3MaskSplits, kFa3Scores, kPages, kPagesSplits}};
 inline constexpr OptionSets kFa3ForwardWideOptions{
     8,
     {kVarlen, kVarlenSplits, kFa3Softcap, kFa3Mask, kFa3MaskSplits, kFa3Scores, kPages,
@@ -152,11 +158,13 @@ struct Fa3ForwardRow {
     Fa3Costs small_q_costs{};
     Fa3Costs long_keys_costs{};
 
+    // With options kernels without splits have the usual tile alone, and those with splits the
+    // small one.
     static constexpr bool has_tile(OptionSet options, Fa3ForwardTile tile) {
-        if (contains(options, OptionSet::kPages) && tile == Fa3ForwardTile::kLongKeys) return false;
-        return tile == Fa3ForwardTile::kSmallQ ||
-               (options & (OptionSet::kSplits | OptionSet::kBias | OptionSet::kMask)) ==
-                   OptionSet::kNone;
+        constexpr OptionSet kSmallAlone = OptionSet::kSplits | OptionSet::kBias | OptionSet::kMask;
+        if ((options & kSmallAlone) != OptionSet::kNone) return tile == Fa3ForwardTile::kSmallQ;
+        if (visits_elements(options)) return tile == Fa3ForwardTile::kUsual;
+        return tile != Fa3ForwardTile::kLongKeys || !contains(options, OptionSet::kPages);
     }
 };
 
@@ -171,7 +179,7 @@ inline constexpr Fa3ForwardRow kFa3Forward[] = {
      .small_q_costs = {.alike = {112}, .differ = {110}},
      .long_keys_costs = {.alike = {98, 72}, .differ = {96, 208}}},
     {.head_dims = {64, 64},
-     .options = kFa3ForwardAllOptions,
+     .options = kFa3Forward64Options,
      .usual = {.consumers = 4, .block_kv = 64, .k_stages = 3, .v_stages = 3},
      .small_q = {.block_kv = 128, .k_stages = 4, .v_stages = 4, .ping_pong = true},
      .long_keys = {.consumers = 3, .block_kv = 96, .k_stages = 4, .v_stages = 4},

@@ -48,6 +48,12 @@ constexpr bool only_softcap(OptionSet set) {
     return (set & (kRareScale | kSoftcap | kAlibi | kBias)) == kSoftcap;
 }
 
+// Does ALiBi alone change the scores?
+constexpr bool only_alibi(OptionSet set) {
+    using enum OptionSet;
+    return (set & (kRareScale | kSoftcap | kAlibi | kBias)) == kAlibi;
+}
+
 // Does a kernel for these options visit the elements of its tiles between matmuls and softmax,
 // which takes registers?
 constexpr bool visits_elements(OptionSet set) {
@@ -58,7 +64,7 @@ constexpr bool visits_elements(OptionSet set) {
 // so a set comes after the sets that it contains.
 struct OptionSets {
     int count;
-    OptionSet sets[11];
+    OptionSet sets[14];
 
     // The index of the set for these options, or -1.
     constexpr int index_for(OptionSet needed) const {

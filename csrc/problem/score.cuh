@@ -19,6 +19,15 @@ struct Unscaled {
     FLASH_DEVICE constexpr operator float() const { return 1.f; }
 };
 
+// The scale of scores from which ALiBi has not been subtracted, on one side of the diagonal, where
+// its distances are linear in the key: of an element x in this lane's column `col` and row 8 i the
+// score is scale x + slope col + first[i]. By default that of complete scores.
+struct LinearScale {
+    float scale = 1.f;
+    float slope = 0.f;
+    float first[2] = {0.f, 0.f};
+};
+
 // The factor from scores to exponents of 2. A kernel that changes scores multiplies them before it
 // masks them (the scale may be zero or negative), the others inside the exponent.
 template <OptionSet kOptions>
@@ -43,6 +52,12 @@ struct ScoreFunction {
     const AttentionParams& params;
     const Sequence& sequence;
     int head;
+
+    // ALiBi's, in base 2.
+    FLASH_DEVICE float alibi_slope() const {
+        const int64_t batch = sequence.index();
+        return kLog2e * params.alibi_slopes[batch * params.alibi_batch_stride + head];
+    }
 
     template <class Scores>
     FLASH_DEVICE void apply(Scores& s, int first_row, int first_col) const {
@@ -115,9 +130,7 @@ struct ScoreFunction {
     template <class Scores>
     FLASH_DEVICE void add_offsets(Scores& s, int first_row, int first_col, float sign) const {
         if (contains(kOptions, OptionSet::kAlibi) && params.alibi_slopes != nullptr) {
-            const int64_t batch = sequence.index();
-            const float slope =
-                sign * kLog2e * params.alibi_slopes[batch * params.alibi_batch_stride + head];
+            const float slope = sign * alibi_slope();
             const int offset = sequence.seqlen_k - sequence.seqlen_q;
             if constexpr (kRows == Rows::kQueries) {
                 // query + offset - key of this lane's first score. As a float, exact up to 2^24, so

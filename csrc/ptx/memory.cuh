@@ -47,6 +47,18 @@ FLASH_DEVICE int load_acquire(const int* p) {
     return value;
 }
 
+// For a fence that is shared: load_relaxed() and then fence_acq_rel() is an acquire,
+// fence_acq_rel() and then red_add_relaxed() a release.
+FLASH_DEVICE int load_relaxed(const int* p) {
+    int value;
+    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
+    return value;
+}
+FLASH_DEVICE void fence_acq_rel() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+FLASH_DEVICE void red_add_relaxed(int* p, int value) {
+    asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
+}
+
 // Waits until *p, to which other CTAs add with red_add_release, has reached `count`. What they
 // wrote before is then visible. Sleeps this long between polls.
 FLASH_DEVICE void wait_for_count(const int* p, int count, int nanoseconds) {

@@ -38,19 +38,30 @@ struct OptimisticSoftmax : OnlineSoftmax<16> {
 
     float subtracted[2] = {-INFINITY, -INFINITY};  // by the FMA of P; stale_subtrahend() of m
 
+    struct Nothing {
+        FLASH_DEVICE void operator()() const {}
+    };
     using Rescaling = RowRescaling;
     using Probabilities = RegisterOperand<kCols>;
 
-    // From scores to P. Adds to l, and returns the factor of O. `fresh`: m is not known yet.
-    template <class Scale>
+    // From scores to P. Adds to l, and returns the factor of O. `fresh`: m is not known yet, or not
+    // to be tried. With a LinearScale complete() then makes the scores complete.
+    template <class Scale, class Complete = Nothing>
     FLASH_DEVICE Rescaling step(RegisterTile<16, kCols>& s, RegisterOperand<kCols>& p, Scale scale,
-                                bool fresh) {
+                                bool fresh, Complete complete = {}) {
         Rescaling rescaling;
         float sum[2];
         bool raises[2] = {true, true};
         for (bool proven = false;; proven = true) {
-            if (fresh || proven) [[unlikely]]
-                rescaling = advance(s, raises, scale);
+            if (fresh || proven) [[unlikely]] {
+                if constexpr (std::is_same_v<Scale, LinearScale>) {
+                    complete();
+                    scale = {};
+                    rescaling = advance(s, raises, Unscaled{});
+                } else {
+                    rescaling = advance(s, raises, scale);
+                }
+            }
             exponentiate(s, p, sum, scale);
             if (fresh || proven) {
 #pragma unroll
@@ -92,9 +103,24 @@ struct OptimisticSoftmax : OnlineSoftmax<16> {
         return rescaling;
     }
 
+    // The exponent of P from an element in row 8 i and a column of this lane: one FMA, or two.
+    template <class Scale>
+    FLASH_DEVICE auto exponents(const Scale& scale) const {
+        if constexpr (std::is_same_v<Scale, LinearScale>) {
+            const float first[2] = {scale.first[0] - subtracted[0], scale.first[1] - subtracted[1]};
+            return [=](float x, int i, int column) {
+                return fmaf(x, scale.scale,
+                            fmaf(scale.slope, static_cast<float>(column), first[i]));
+            };
+        } else {
+            return [=, this](float x, int i, int) { return x * scale - subtracted[i]; };
+        }
+    }
+
     template <class Scale>
     FLASH_DEVICE void exponentiate(const RegisterTile<16, kCols>& s, RegisterOperand<kCols>& p,
                                    float (&sum)[2], Scale scale) const {
+        const auto exponent = exponents(scale);
         float sums[2][2];  // four chains of additions
 #pragma unroll
         for (int i = 0; i < 2; ++i) sums[i][0] = sums[i][1] = 0.f;
@@ -104,8 +130,9 @@ struct OptimisticSoftmax : OnlineSoftmax<16> {
             for (int j = 0; j < 4; ++j) {  // of an A fragment: row half j % 2, column half j / 2
                 const float (&pair)[4] = s.v[0][2 * k + j / 2];
                 const int i = j % 2;
-                const float low = ptx::ex2(pair[2 * i] * scale - subtracted[i]);
-                const float high = ptx::ex2(pair[2 * i + 1] * scale - subtracted[i]);
+                const int column = 16 * k + j / 2 * 8;
+                const float low = ptx::ex2(exponent(pair[2 * i], i, column));
+                const float high = ptx::ex2(exponent(pair[2 * i + 1], i, column + 1));
                 sums[i][0] += low;
                 sums[i][1] += high;
                 p.v[k][j] = ptx::pack<Element>(low, high);

@@ -268,13 +268,15 @@ struct Fa3BackwardProducers : Fa3Cta<std::conditional_t<contains(kOptions, Optio
     // the KV tiles that have stored or added, if others wait for them; these were all fetched
     // earlier. tiles_done() counts KV tiles for the postprocess pass.
     //
-    // An addition, a count and the wait for one take about a microsecond each, and an iteration
-    // two. So a Q tile is counted beside the additions to the next one, and TMA reads a half
-    // meanwhile: its memory is released when the next half begins.
+    // An addition is visible after one to three microseconds, a fence and the wait for a count take
+    // most of one each, and an iteration takes two. So a Q tile is counted before the additions to
+    // the next but one, by the fence that their turn needs, and TMA reads a half meanwhile: its
+    // memory is released when the next half begins.
     FLASH_DEVICE void add_dq() const {
         typename DQPipeline::State c;
         work_tiles.for_each([&](const KeyTile& tile) {
-            int uncounted = -1;   // the Q tile before, by its first group of rows
+            // The Q tile before and the one before that, by their first groups of rows, or -1.
+            int uncounted[2] = {-1, -1};
             int unreleased = -1;  // the consumer whose half TMA reads
             const auto release = [&] {
                 if (unreleased < 0) return;
@@ -282,42 +284,62 @@ struct Fa3BackwardProducers : Fa3Cta<std::conditional_t<contains(kOptions, Optio
                 dq_pipeline(unreleased).consumer_release({});
                 unreleased = -1;
             };
+            // counted: a Q tile that has been added and is to be counted, or -1.
+            const auto advance = [&](int counted) {
+                uncounted[1] = uncounted[0];
+                uncounted[0] = counted;
+                c.advance();
+            };
             const auto add_nothing = [&] {
+                if (uncounted[1] >= 0) count_added<kConsumers>(dq_semaphore(uncounted[1]));
                 for (int i = 0; i < kConsumers; ++i) {
                     release();
                     dq_pipeline(i).consumer_wait(c);
+                    ptx::bulk_commit();  // of none, so that all Q tiles have as many groups
                     unreleased = i;
                 }
-                c.advance();
+                advance(-1);
             };
             for_each_q_tile(tile, [&](int head, int row_group, int first_row, bool, int) {
                 const int before = tiles_before(tile, head, first_row);
                 if (kMask && before < 0) return add_nothing();
                 const bool stores = before == 0 && !params.dq_accum_zeroed;
-                const int awaited =
-                    params.deterministic ? before : !params.dq_accum_zeroed && before > 0;
-                if (awaited > 0) {
-                    ptx::wait_for_count(dq_semaphore(row_group), awaited, 32);
-                    ptx::fence_proxy_async_global();
-                }
+                wait_for_turn(row_group,
+                              params.deterministic ? before : !params.dq_accum_zeroed && before > 0,
+                              uncounted[1]);
                 const int rows = stored_rows<kBlockQ>(tile.sequence, first_row);
 #pragma unroll 1
                 for (int i = 0; i < kConsumers; ++i) {
                     release();
                     add_half(i, c, rows, row_group, stores);
                     unreleased = i;
-                    if (uncounted >= 0) count_added<1>(dq_semaphore(uncounted));
-                    uncounted = -1;
                 }
-                c.advance();
-                if (stores || params.deterministic) uncounted = row_group;
+                advance(stores || params.deterministic ? row_group : -1);
             });
             release();
-            if (uncounted >= 0) count_added<0>(dq_semaphore(uncounted));
+            for (int i = 1; i >= 0; --i)
+                if (uncounted[i] >= 0) count_added<0>(dq_semaphore(uncounted[i]));
             count_added<0>(tiles_done(params, tile.sequence, tile.head / params.query_parts));
         });
         // ptxas 13.0: not needed, but the consumers are scheduled better (note 010).
         ptx::bulk_wait<0>();
+    }
+
+    // Waits until `awaited` KV tiles have added to a Q tile, and counts the one before the last one
+    // that this thread has added to, unless it is -1.
+    FLASH_DEVICE void wait_for_turn(int row_group, int awaited, int counted) const {
+        int found = 0;
+        if (counted >= 0) {
+            // One fence for both: it takes as long as the load.
+            if (awaited > 0) found = ptx::load_relaxed(dq_semaphore(row_group));
+            ptx::bulk_wait<kConsumers>();
+            ptx::fence_proxy_async_global();
+            ptx::fence_acq_rel();
+            ptx::red_add_relaxed(dq_semaphore(counted), 1);
+        }
+        if (awaited <= 0) return;
+        if (found < awaited) ptx::wait_for_count(dq_semaphore(row_group), awaited, 32);
+        ptx::fence_proxy_async_global();
     }
 
     FLASH_DEVICE int* dq_semaphore(int row_group) const {

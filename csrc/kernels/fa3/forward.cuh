@@ -87,6 +87,7 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
     // registers for that: the softmax of one runs beside the matmuls of the others.
     static constexpr bool kOverlap = kConsumers < 4;
     static constexpr bool kPages = contains(kOptions, OptionSet::kPages);
+    static constexpr bool kLinear = only_alibi(kOptions) && !Tiles::kMask;
     static constexpr int kProducerRegisters = kConsumers > 2 ? 32 : 40;
     static constexpr int kConsumerRegisters = Tiles::consumer_registers(kProducerRegisters);
     using Scores = RegisterTile<16, kBlockKV>;
@@ -113,6 +114,10 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
         Interval full_tiles{};                  // indices of the tiles that need no mask
         bool k_ready = false, v_ready = false;  // has a test found the next stage full?
         int skipped_tiles = 0;  // number of the next KV tiles that only other consumers see
+
+        // With ALiBi alone: its slope, and the diagonal's key in this warp's first row.
+        float slope{};
+        int diagonal{};
 
         bool first_iteration = true;  // P belongs to the first iteration of its Q tile
         bool output_pending = false;  // O belongs to the previous Q tile and is not stored yet
@@ -159,6 +164,13 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
     FLASH_DEVICE void begin_tile(State& x) const {
         const QueryTile& tile = work_tiles[x.tile];
         x.full_tiles = full_tiles(tile);
+        if constexpr (kLinear) {
+            const Sequence& s = tile.sequence;
+            x.slope = ScoreFunction<Element, Rows::kQueries, kOptions>{params, s, tile.head}
+                          .alibi_slope();
+            x.diagonal =
+                ptx::warp_uniform(tile.first_query + this->warp_row() + s.seqlen_k - s.seqlen_q);
+        }
         // Ping-pong needs equal numbers of iterations, and lists of tiles are not of 64 queries.
         if constexpr (!kTuning.ping_pong && !Tiles::kMask) {
             const int last = tile.kv_tiles.last_seen_by(mask_of(params, tile.sequence),
@@ -231,11 +243,28 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
         }
         if (Tiles::kReleaseEarly && !kUnmasked && x.kv_tile == x.first_kv_tile)
             release_and_advance(q_pipeline, x.q, /*by_lanes=*/true);
-        this->template finish_scores<kUnmasked>(x.rS, x);
-        const bool fresh = !kUnmasked && new_tile;
-        if (fresh) x.softmax = this->template begin_softmax<Softmax>(work_tiles[x.tile]);
-        x.rescaling = x.softmax.step(x.rS, rP, exponent_scale<kOptions>(params), fresh);
+        if constexpr (kUnmasked && kLinear) {
+            x.rescaling = linear_step(x, rP);
+        } else {
+            this->template finish_scores<kUnmasked>(x.rS, x);
+            const bool fresh = !kUnmasked && new_tile;
+            if (fresh) x.softmax = this->template begin_softmax<Softmax>(work_tiles[x.tile]);
+            x.rescaling = x.softmax.step(x.rS, rP, exponent_scale<kOptions>(params), fresh);
+        }
         if constexpr (contains(kOptions, OptionSet::kDropout)) drop(x, rP);
+    }
+
+    // The softmax with ALiBi: scores become complete only if the tile has the diagonal, or if the
+    // softmax needs their maximum.
+    FLASH_DEVICE RowRescaling linear_step(State& x, Probabilities& rP) const {
+        const int first = x.diagonal - VisibleTiles::tile(x.kv_tile) * kBlockKV;  // distance
+        const bool before = first >= kBlockKV - 1, after = first <= -15;
+        const float slope = before ? x.slope : -x.slope;
+        const auto distance = static_cast<float>(first + lane_row() - lane_col());
+        const LinearScale scale{
+            params.scale_log2, slope, {-slope * distance, -slope * (distance + 8)}};
+        return x.softmax.step(x.rS, rP, scale, !before && !after,
+                              [&] { this->template finish_scores<true>(x.rS, x); });
     }
 
     // Dropout. The row sums have all of P already.
