@@ -176,16 +176,17 @@ cudaError_t quantize(QuantizeParams params, const GpuModel& gpu, cudaStream_t st
                                              : transpose_rows(params, stream);
 }
 
-// Each kernel begins where the one before has left SMs. Those of q and k read nothing that the one
-// before writes, and the mean is complete: the maxima of v have waited for it.
+// Each kernel begins where the one before has left SMs. V is transposed while its last rows are in
+// L2. The kernels of q and k read nothing that the one before writes, and the mean is complete: the
+// maxima of v have waited for it.
 cudaError_t quantize_qkv(const QuantizeParams& q, const QuantizeParams& k, const QuantizeParams& v,
                          const QuantizeParams* mean, const GpuModel& gpu, cudaStream_t stream) {
     cudaError_t status = zero_amax(v, stream);
     if (status == cudaSuccess && mean != nullptr) status = token_mean(*mean, stream, /*pdl=*/true);
     if (status == cudaSuccess) status = reduce_columns<Columns::kAmax>(v, stream, /*pdl=*/true);
+    if (status == cudaSuccess) status = transpose_rows(v, stream);
     if (status == cudaSuccess) status = launch_quantize(q, gpu, stream, /*pdl=*/true);
-    if (status == cudaSuccess) status = launch_quantize(k, gpu, stream, /*pdl=*/true);
-    return status == cudaSuccess ? transpose_rows(v, stream) : status;
+    return status == cudaSuccess ? launch_quantize(k, gpu, stream, /*pdl=*/true) : status;
 }
 
 }  // namespace flash_ext
