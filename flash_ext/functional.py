@@ -301,11 +301,10 @@ def attention(
             "Train short, test long", 2022). Constants: slopes that want a gradient are refused.
         bias: added to the scores. Broadcasts to (B, Hq, Sq, Sk), with any strides; q's dtype,
             float32, or bool: False hides the key, like −inf. Its gradient repeats bit by bit. A
-            large bool bias on a GPU becomes a mask where fa3 has one: once, while it lives and is
-            not written to.
+            large bool bias on a GPU becomes a mask: once, while it lives and is not written to.
         mask: a `flash_ext.Mask` for (B or 1, Hq or 1, Sq, Sk). causal and window hide further keys,
-            as always. Where a variant's kernels have no masks, or not beside the other options, it
-            is a bool bias: `flash_ext.explain` says so.
+            as always. fa2 has masks beside all options. Where a variant's kernels have none, or not
+            beside the other options, it is a bool bias: `flash_ext.explain` says so.
         sink: (Hq), float32: a score per head that takes part in the softmax, as of a key that comes
             first and has value 0 (gpt-oss model card, 2025; cf. Xiao et al., "Efficient streaming
             language models with attention sinks", 2024).

@@ -223,6 +223,7 @@ struct Problem {
     bool v_transposed = false;
     double softcap = 0;
     bool batch_invariant = false;
+    bool mask = false;  // of tiles
     int launched_head_dim = 0;  // of the launch alone, if not 0
 
     Operand operand(const char* name, int64_t rows, int64_t heads, int64_t dim) const {
@@ -307,6 +308,7 @@ struct Problem {
         if (sink) params.sink = reinterpret_cast<float*>(kMemory);
         if (alibi) params.alibi_slopes = reinterpret_cast<float*>(kMemory);
         params.batch_invariant = batch_invariant;
+        if (mask) params.tile_mask.kv_tiles = static_cast<const int*>(kOffsets);
         if (page_size > 0) params.pages = {kOffsets, 1, 1, page_size};
         params.aligned = true;
         params.v_transposed = v_transposed;
@@ -460,6 +462,7 @@ PYBIND11_MODULE(MODULE, m) {
         .def_readwrite("v_transposed", &Problem::v_transposed)
         .def_readwrite("softcap", &Problem::softcap)
         .def_readwrite("batch_invariant", &Problem::batch_invariant)
+        .def_readwrite("mask", &Problem::mask)
         .def_readwrite("page_size", &Problem::page_size)
         .def_readwrite("launched_head_dim", &Problem::launched_head_dim)
         .def("choose_forward",

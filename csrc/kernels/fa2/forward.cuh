@@ -149,32 +149,33 @@ struct Fa2Forward {
 
     // The KV tiles that the CTA takes.
     FLASH_DEVICE KVTiles kv_tiles() const {
-        const auto own = [&](const VisibleTiles& seen) {
-            return has_splits(params) ? split_of(seen, split(), params.num_splits) : seen;
-        };
         if constexpr (kMayHaveMask) {
             if (params.tile_mask.kv_tiles != nullptr)
-                return KVTiles::of_runs(runs(), sequence.seqlen_k, kBlockKV, own);
-            return KVTiles::of_band(own(band_tiles()));
+                return KVTiles::of_runs(runs(), sequence.seqlen_k, kBlockKV,
+                                        [&](const VisibleTiles& all) { return own_of(all); });
+            return KVTiles::of_band(own_of(band_tiles()));
         } else {
-            return own(band_tiles());
+            return own_of(band_tiles());
         }
     }
     FLASH_DEVICE VisibleTiles band_tiles() const {
         return VisibleTiles::of_queries(mask, {first_query, first_query + kBlockQ}, kBlockKV);
+    }
+    FLASH_DEVICE VisibleTiles own_of(const VisibleTiles& seen) const {
+        return has_splits(params) ? split_of(seen, split(), params.num_splits) : seen;
     }
     // What the mask of tiles has of the Q tile.
     FLASH_DEVICE BlockRuns runs() const {
         return runs_of_q_block(params, sequence.batch, head, first_query / kMaskBlock);
     }
 
-    // The number of tile i - kAhead, where i is that of the iteration.
+    // The number of tile i, which comes kAhead iterations after this one.
     template <int kAhead = 0>
     static FLASH_DEVICE int tile(const KVTiles& kv_tiles, int i) {
         if constexpr (kMayHaveMask) {
             return kv_tiles.ahead[kAhead];
         } else {
-            return kv_tiles.tile(i - kAhead);
+            return kv_tiles.tile(i);
         }
     }
     // To the next iteration.
@@ -202,20 +203,20 @@ struct Fa2Forward {
         k_cursor.start(keys, params.k, head_k(), first_key);
         v_cursor.start(keys, params.v, head_k(), first_key);
     }
-    // Tile i - kAhead into a stage of the pipeline; kAllRows as for TileCursor::load.
+    // Into a stage of the pipeline; kAllRows as for TileCursor::load.
     template <bool kAllRows, int kAhead>
     FLASH_DEVICE void load_k(const KVTiles& kv_tiles, int i, uint32_t stage) {
-        load<kAllRows>(k_cursor, sK(stage), params.k, params.head_dim, tile<kAhead>(kv_tiles, i));
+        load<kAllRows, kAhead>(k_cursor, sK(stage), params.k, params.head_dim, kv_tiles, i);
     }
     template <bool kAllRows, int kAhead>
     FLASH_DEVICE void load_v(const KVTiles& kv_tiles, int i, uint32_t stage) {
-        load<kAllRows>(v_cursor, sV(stage), params.v, params.head_dim_v, tile<kAhead>(kv_tiles, i));
+        load<kAllRows, kAhead>(v_cursor, sV(stage), params.v, params.head_dim_v, kv_tiles, i);
     }
-    template <bool kAllRows, class Cursor>
+    template <bool kAllRows, int kAhead, class Cursor>
     FLASH_DEVICE void load(Cursor& cursor, uint32_t shared, const TensorView& view, int cols,
-                           int kv_tile) const {
+                           const KVTiles& kv_tiles, int i) const {
         const auto keys = key_rows<kOptions>(params, sequence);
-        const int first_key = kv_tile * kBlockKV;
+        const int first_key = tile<kAhead>(kv_tiles, i) * kBlockKV;
         if constexpr (kMayHaveMask) cursor.start(keys, view, head_k(), first_key);
         cursor.template load<kAllRows>(shared, keys, view, head_k(), cols, params.aligned,
                                        first_key, first_key - kBlockKV);
@@ -344,7 +345,7 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerSm)
         cta.template load_k<false, 0>(kv_tiles, last, 0);  // it may end past the sequence
         cta.commit(0);
         cta.template load_v<false, 0>(kv_tiles, last, 1);
-        if (last > kv_tiles.begin) cta.template load_k<true, 1>(kv_tiles, last, 1);
+        if (last > kv_tiles.begin) cta.template load_k<true, 1>(kv_tiles, last - 1, 1);
         cta.commit(1);
         cta.pipeline.consumer_wait(0);
     } else {
@@ -371,8 +372,8 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerSm)
         cta.accumulate(rO, rS, stage + 1);
         if (i > kv_tiles.begin) {
             cta.pipeline.producer_acquire(stage + 2);
-            cta.template load_v<true, 1>(kv_tiles, i, stage + 2);
-            if (i - 1 > kv_tiles.begin) cta.template load_k<true, 2>(kv_tiles, i, stage + 2);
+            cta.template load_v<true, 1>(kv_tiles, i - 1, stage + 2);
+            if (i - 1 > kv_tiles.begin) cta.template load_k<true, 2>(kv_tiles, i - 2, stage + 2);
             cta.commit(stage + 2);
         }
         cta.step(kv_tiles);
