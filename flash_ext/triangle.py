@@ -43,9 +43,7 @@ def _largest_scores(q: Tensor, k: Tensor, bias: Tensor, scale: float) -> Tensor:
     return torch.stack([x.amax(-1) for x in rows])
 
 
-def _visible(
-    k: Tensor, mask: Tensor | None, kv_lengths: Tensor | None, dims: int
-) -> Tensor | None:
+def _visible(k: Tensor, mask: Tensor | None, kv_lengths: Tensor | None, dims: int) -> Tensor | None:
     """bool (B, N, K), or None: all."""
     batch, rows, _, keys, _ = k.shape
     found: Tensor | None = None

@@ -17,8 +17,7 @@ from transformers.masking_utils import flash_attention_mask
 
 from ..cache import attention_with_cache
 from ..flash_attn import pad_input, unpad_input
-from ..flash_attn.shared import options_of, rows_contiguous
-from ..functional import attention, attention_varlen
+from ..flash_attn.shared import attend, options_of
 
 _PAGED = "paged|"
 """Older releases put it before an implementation's name for continuous batching."""
@@ -50,9 +49,8 @@ def flash_attn_func(
 ) -> Any:
     """`flash_ext.flash_attn.flash_attn_func` with transformers' name of a sink."""
     options = _options(k.shape[1], softmax_scale, causal, window_size, softcap, s_aux)
-    q, k, v = (rows_contiguous(x) for x in (q, k, v))
-    more = {"dropout_p": dropout_p, "deterministic": deterministic or None}
-    return attention(q, k, v, **options, **more)
+    options |= {"dropout_p": dropout_p, "deterministic": deterministic or None}
+    return attend(q, k, v, None, False, options)
 
 
 def flash_attn_varlen_func(
@@ -74,10 +72,8 @@ def flash_attn_varlen_func(
     """`flash_ext.flash_attn.flash_attn_varlen_func` with transformers' name of a sink."""
     longest = max_seqlen_k if isinstance(max_seqlen_k, int) else None
     options = _options(longest, softmax_scale, causal, window_size, softcap, s_aux)
-    q, k, v = (rows_contiguous(x) for x in (q, k, v))
-    more = {"dropout_p": dropout_p, "deterministic": deterministic or None}
-    offsets = cu_seqlens_q.int(), cu_seqlens_k.int()
-    return attention_varlen(q, k, v, *offsets, **options, **more)
+    options |= {"dropout_p": dropout_p, "deterministic": deterministic or None}
+    return attend(q, k, v, (cu_seqlens_q.int(), cu_seqlens_k.int()), False, options)
 
 
 @torch.no_grad()
@@ -101,7 +97,14 @@ def flash_attn_with_kvcache(
     """
     options = _options(None, softmax_scale, causal, window_size, softcap, s_aux)
     return attention_with_cache(
-        q, k_cache, v_cache, k=k, v=v, cache_seqlens=cache_seqlens, page_table=block_table, **options
+        q,
+        k_cache,
+        v_cache,
+        k=k,
+        v=v,
+        cache_seqlens=cache_seqlens,
+        page_table=block_table,
+        **options,
     )
 
 

@@ -56,7 +56,7 @@ of its flash-attn backends and looks for that package, so it is not "flash_ext".
 
 PAGED_NAME = "flash_ext_3"
 """What to give for `generate_batch`, continuous batching: transformers' own wrappers of flash-attn
-call flash_ext, and keys are read from pages. transformers asks for "flash" and a 2 or 3 after it."""
+call flash_ext, and keys are read from pages. transformers looks for "flash" with a 2 or 3 after."""
 
 _UNSUPPORTED = ("output_attentions", "head_mask", "indices", "block_indices", "cache")
 """Keywords of models that need something that this does not compute: sparse and paged attention.
