@@ -23,6 +23,7 @@ from .flex import flex_attention
 from .functional import attention, attention_varlen
 from .mask import Mask
 from .ops.options import CPU_VARIANTS, KERNEL_DIMS, VARIANTS
+from .triangle import triangle_attention
 
 __all__ = [
     "CPU_VARIANTS",
@@ -40,6 +41,7 @@ __all__ = [
     "fp8",
     "reference",
     "tiled",
+    "triangle_attention",
 ]
 
 ops.SUBCLASS_MODULES["torch.distributed.tensor"] = f"{__name__}.integrations.dtensor"

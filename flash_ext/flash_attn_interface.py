@@ -59,6 +59,7 @@ __all__ = [
     "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
+    "get_scheduler_metadata",
 ]
 
 _Descales = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -382,3 +383,38 @@ def flash_attn_combine(
         ops.combine_parts(out if last else total, lse, o, of_o, [0] * len(o))
         before = [total], [lse]
     return out, lse.transpose(1, 2)
+
+
+def get_scheduler_metadata(
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    headdim: int,
+    cache_seqlens: Tensor,
+    qkv_dtype: torch.dtype = torch.bfloat16,
+    headdim_v: int | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_size: int | None = None,
+    max_seqlen_k_new: int = 0,
+    causal: bool = False,
+    window_size: Pair = (-1, -1),
+    attention_chunk: int = 0,
+    has_softcap: bool = False,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> Tensor:
+    """An empty tensor: calls plan by themselves, on the device. For engines that always ask for it.
+
+    Examples:
+        >>> from flash_ext.flash_attn_interface import get_scheduler_metadata
+        >>> lengths = torch.tensor([7, 20], dtype=torch.int32)
+        >>> get_scheduler_metadata(2, 1, 32, 8, 2, 64, lengths).shape
+        torch.Size([0])
+    """
+    require_tensors(cache_seqlens=cache_seqlens)
+    return cache_seqlens.new_empty(0, dtype=torch.int32)

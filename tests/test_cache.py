@@ -335,9 +335,11 @@ def test_varlen_with_a_block_table(device: str) -> None:
     with pytest.raises(ValueError, match="dropout_p must be 0 with block_table"):
         fa2.flash_attn_varlen_func(q, case.k_cache, case.v_cache, **call, dropout_p=0.1,
                                    block_table=table)  # fmt: skip
+    again = fa2.flash_attn_varlen_func(q.requires_grad_(), case.k_cache, case.v_cache, **call,
+                                       block_table=table, causal=True)  # fmt: skip
+    assert torch.equal(again, out)
     with pytest.raises(RuntimeError, match="no variant has a backward with a page table"):
-        fa2.flash_attn_varlen_func(q.requires_grad_(), case.k_cache, case.v_cache, **call,
-                                   block_table=table)  # fmt: skip
+        again.sum().backward()
 
 
 def test_calls_of_engines(device: str) -> None:

@@ -58,6 +58,13 @@ SIGNATURES: dict[str, dict[str, object]] = {
     | {"sm_margin": 0, "return_softmax_lse": False},
     "flash_attn_combine": {"out_partial": NEEDED, "lse_partial": NEEDED}
     | {"out": None, "out_dtype": None},
+    "get_scheduler_metadata": dict.fromkeys(
+        ("batch_size", "max_seqlen_q", "max_seqlen_k", "num_heads_q", "num_heads_kv"), NEEDED
+    )
+    | {"headdim": NEEDED, "cache_seqlens": NEEDED, "qkv_dtype": torch.bfloat16}
+    | dict.fromkeys(("headdim_v", "cu_seqlens_q", "cu_seqlens_k_new", "cache_leftpad", "page_size"))
+    | {"max_seqlen_k_new": 0, "causal": False, "window_size": (-1, -1), "attention_chunk": 0}
+    | {"has_softcap": False, "num_splits": 0, "pack_gqa": None, "sm_margin": 0},
 }
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -112,6 +112,18 @@ def flash_attn_qkvpacked_func(
     return _run(q, k, v, None, dropout_p, deterministic, return_attn_probs, options)
 
 
+class _WithoutBackward(torch.autograd.Function):
+    """out of a call with pages, whose backward raises: flash-attn refuses no earlier."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, *inputs: Tensor) -> Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise RuntimeError("flash_ext: no variant has a backward with a page table")
+
+
 def _call_of_pages(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, block_table: Tensor
 ) -> CacheCall:
@@ -149,8 +161,8 @@ def flash_attn_varlen_func(
         k, v: (total_k, Hk, D) and (total_k, Hk, Dv).
         cu_seqlens_q, cu_seqlens_k: int32 (B + 1), the bounds of the sequences.
         block_table: int32 (B, pages of a sequence): k and v are pages, as of
-            `flash_ext.attention_with_cache`, and of cu_seqlens_k only the differences count. No
-            gradients, and no dropout.
+            `flash_ext.attention_with_cache`, and of cu_seqlens_k only the differences count. The
+            backward raises then, and there is no dropout.
 
     Examples:
         >>> from flash_ext.flash_attn import flash_attn_varlen_func
@@ -164,8 +176,11 @@ def flash_attn_varlen_func(
     if block_table is not None:
         if dropout_p != 0:
             refuse("dropout_p", "0 with block_table", dropout_p)
-        call = _call_of_pages(q, k, v, *cu_seqlens, block_table)
-        out, lse, keys = run_with_cache(call, options)
+        with torch.no_grad():
+            call = _call_of_pages(q, k, v, *cu_seqlens, block_table)
+            out, lse, keys = run_with_cache(call, options)
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            out = _WithoutBackward.apply(out, q, k, v)  # type: ignore[no-untyped-call]
         if not return_attn_probs:
             return out
         return out, to_flash_attn_lse(lse, keys, cu_seqlens, options), q.new_empty(0)

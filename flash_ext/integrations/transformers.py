@@ -47,11 +47,16 @@ from transformers import masking_utils
 from ..flash_attn.shared import rows_contiguous
 from ..functional import attention, attention_varlen
 from ..ops.checks import statistics_dtype
+from . import _transformers_paged
 from ._transformers_mask import Mask
 
 NAME = "fa_ext"
 """What to give as attn_implementation. transformers takes every name with "flash" in it for one
 of its flash-attn backends and looks for that package, so it is not "flash_ext"."""
+
+PAGED_NAME = "flash_ext_3"
+"""What to give for `generate_batch`, continuous batching: transformers' own wrappers of flash-attn
+call flash_ext, and keys are read from pages. transformers looks for "flash" with a 2 or 3 after."""
 
 _UNSUPPORTED = ("output_attentions", "head_mask", "indices", "block_indices", "cache")
 """Keywords of models that need something that this does not compute: sparse and paged attention.
@@ -430,7 +435,7 @@ def attention_forward(
 
 
 def register() -> None:
-    """Make `NAME` an attention implementation of transformers. It is used only if it is named.
+    """Make `NAME` and `PAGED_NAME` attention implementations of transformers, used if named.
 
     Raises:
         RuntimeError: a transformers whose mask functions are called otherwise.
@@ -453,3 +458,4 @@ def register() -> None:
         )
     transformers.AttentionInterface.register(NAME, attention_forward)
     transformers.AttentionMaskInterface.register(NAME, mask)
+    _transformers_paged.register(PAGED_NAME)
