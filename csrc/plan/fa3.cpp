@@ -139,7 +139,7 @@ std::string fa3_unsupported_reason(const Call& call, Pass pass) {
         // A tensor map needs memory.
         if (backward && std::ranges::count(x.sizes, 0) > 0)
             return text("has no backward for an empty ", x.name);
-        if (x.is_reached_by_tma() || !call.may_copy(x)) continue;
+        if (x.is_reached_by_tma() || (!fp8 && !call.may_copy(x))) continue;
         if (fp8 && !x.is_aligned())
             return text("needs rows of ", x.name, " that start and end on 16-byte boundaries");
         if (fp8)

@@ -214,6 +214,58 @@ struct Fa3Decode {
         }
     };
 
+    struct SeparateLoads {
+        Loads<KTile> of_k;
+        Loads<VTile> of_v;
+
+        FLASH_DEVICE SeparateLoads(const Fa3DecodeParams& p, const Keys& keys,
+                                   const VisibleTiles& blocks, int block, int head)
+            : of_k{p.k, p.head_dim, keys, blocks, block, head},
+              of_v{p.v, p.head_dim_v, keys, blocks, block, head} {
+            of_k.start();
+            of_v.start();
+        }
+        FLASH_DEVICE void next_k(const char* stage) { of_k.next(stage); }
+        FLASH_DEVICE void next_v(const char* stage) { of_v.next(stage); }
+    };
+
+    // From pages, with 8 bits: a block of V is where its K is, so both are looked up once.
+    // ptxas 13.0: two lookups would be spilled.
+    struct PagedLoads {
+        static_assert(!kBytes || std::is_same_v<KTile, VTile>);
+
+        const Fa3DecodeParams& params;
+        Keys keys;
+        VisibleTiles blocks;
+        int i;  // of the next block
+        int head;
+        KeyCursorOf<kOptions, KTile, 32, false, Key> cursor;
+
+        FLASH_DEVICE PagedLoads(const Fa3DecodeParams& p, const Keys& k, const VisibleTiles& all,
+                                int block, int head)
+            : params(p), keys(k), blocks(all), i(block), head(head) {
+            cursor.look_up(keys, first_key());
+        }
+        FLASH_DEVICE int first_key() const { return blocks.tile(i) * kKeys; }
+        FLASH_DEVICE void load(const char* stage, const TensorView& view, int cols) {
+            if (i < blocks.end)
+                cursor.template load_found<false>(ptx::shared_address(stage), keys, view,
+                                                  ptx::not_hoisted(head), cols, true, first_key());
+        }
+        FLASH_DEVICE void next_k(const char* stage) {
+            load(stage, params.k, params.head_dim);
+            ptx::cp_async_commit();
+        }
+        FLASH_DEVICE void next_v(const char* stage) {
+            load(stage, params.v, params.head_dim_v);
+            i += kWarps;
+            cursor.look_up(keys, first_key());
+            ptx::cp_async_commit();
+        }
+    };
+    using KeyLoads = std::conditional_t<kBytes && contains(kOptions, OptionSet::kPages), PagedLoads,
+                                        SeparateLoads>;
+
     // --- Attention over the keys of a warp ---
 
     FLASH_DEVICE Softmax begin_softmax() const {
@@ -232,6 +284,7 @@ struct Fa3Decode {
         Sequence s = sequence;
         if constexpr (kBytes) {
             s.batch = ptx::not_hoisted(s.batch);
+            s.seq_idx = ptx::not_hoisted(s.seq_idx);
             s.seqlen_q = ptx::not_hoisted(s.seqlen_q);
         }
         return s;
@@ -256,18 +309,18 @@ struct Fa3Decode {
             split_of(VisibleTiles::of_queries(mask, {first_query, first_query + queries()}, kKeys),
                      split(), params.num_splits);
         int block = blocks.begin + warp_id();
-        const Keys keys = key_rows<kOptions>(params, sequence);
-        Loads<KTile> k_loads{params.k, params.head_dim, keys, blocks, block, head_k};
-        Loads<VTile> v_loads{params.v, params.head_dim_v, keys, blocks, block, head_k};
-        k_loads.start();
-        v_loads.start();
+        Keys keys = key_rows<kOptions>(params, sequence);
+        if constexpr (kBytes && contains(kOptions, OptionSet::kPages))  // unsigned saves a register
+            keys.table = params.pages.table +
+                         static_cast<unsigned>(sequence.index()) * params.pages.stride;
+        KeyLoads loads(params, keys, blocks, block, head_k);
         auto& stages = storage.stages[warp_id()];
         constexpr int kPending = 2 * kStages - 1;  // groups after the one that is needed
         if constexpr (!kBytes) load_q();           // belongs to the first group
 #pragma unroll
         for (int i = 0; i < kStages; ++i) {
-            k_loads.next(stages[i].k);
-            v_loads.next(stages[i].v);
+            loads.next_k(stages[i].k);
+            loads.next_v(stages[i].v);
         }
         if constexpr (kBytes) {
             if (threadIdx.x == 0) {
@@ -293,7 +346,7 @@ struct Fa3Decode {
             __syncwarp();  // the loads of all lanes have landed
             gemm<Element, kHeadDim>(rS, q, KOperand(ptx::shared_address(stages[stage].k)));
             __syncwarp();  // all lanes have read K
-            k_loads.next(stages[stage].k);
+            loads.next_k(stages[stage].k);
             factors.apply(rS, k_factor);
             finish_scores(rS, blocks, block);
             softmax.update(rS, rO, params.exponent_scale);
@@ -302,7 +355,7 @@ struct Fa3Decode {
             gemm<Element, kKeys>(rO, AFromRegisters<Element, Scores>{rS},
                                  VOperand(ptx::shared_address(stages[stage].v)));
             __syncwarp();
-            v_loads.next(stages[stage].v);
+            loads.next_v(stages[stage].v);
             if (++stage == kStages) stage = 0;
         }
         softmax.finish();
