@@ -43,6 +43,7 @@ namespace flash_ext {
 struct Fa3DecodeParams : ForwardParams {
     unsigned long long epoch;  // of the counters
     float exponent_scale;
+    int cluster;  // splits of one; with 16 bits all or kMaxClusterSplits
 };
 
 // Key: of K and V in memory. Element: of the matmuls; of Q and the output unless Key has 8 bits.
@@ -92,9 +93,11 @@ struct Fa3Decode {
             Factors factors;
             Partial of_split;  // after the loop
         };
-        bool last;          // is this CTA the last one to store its share?
-        HeadDescales of_v;  // 8 bits; over the loop head_k would take a register
+        bool last;  // is this CTA the last one to store its share?
+        // V's descales, of 8 bits. They are loaded with Q: at the end nothing would hide the wait.
+        alignas(16) float of_v[kBytes ? kHeadDimV : 1];
     };
+    static_assert(!kBytes || kHeadDimV <= kThreads);
     static_assert((sizeof(SharedStorage) + 1024) * kCtasPerSm <= 228 * 1024);
 
     const Fa3DecodeParams& params;
@@ -129,8 +132,13 @@ struct Fa3Decode {
 
     // --- The splits of the tile: each a CTA of one of its clusters ---
 
-    FLASH_DEVICE int clusters() const { return decode_clusters(params.num_splits); }
-    FLASH_DEVICE int ctas() const { return min_of(params.num_splits, kMaxClusterSplits); }
+    FLASH_DEVICE int clusters() const {
+        return kBytes ? static_cast<unsigned>(params.num_splits) / params.cluster
+                      : decode_clusters(params.num_splits);
+    }
+    FLASH_DEVICE int ctas() const {
+        return kBytes ? params.cluster : min_of(params.num_splits, kMaxClusterSplits);
+    }
     FLASH_DEVICE int tile_number() const {
         return clusters() == 1 ? ptx::cluster_id() : ptx::cluster_id() / clusters();
     }
@@ -323,15 +331,18 @@ struct Fa3Decode {
             loads.next_v(stages[i].v);
         }
         if constexpr (kBytes) {
-            if (threadIdx.x == 0) {
+            if (threadIdx.x == 0)
                 storage.factors.of_keys = HeadDescales::of(params.k_descale, sequence, head_k);
-                storage.of_v = HeadDescales::of(params.v_descale, sequence, head_k);
-            }
+            const int col = threadIdx.x;
+            const float of_v = col < params.head_dim_v
+                                   ? HeadDescales::of(params.v_descale, sequence, head_k).at(col)
+                                   : 0.f;
             if (params.element_type == ElementType::kFloat16) {
                 load_q_as_halves<__half>();
             } else {
                 load_q_as_halves<__nv_bfloat16>();
             }
+            if (col < kHeadDimV) storage.of_v[col] = of_v;
         }
         ptx::cp_async_wait<kPending>();
         __syncthreads();  // all of Q has landed
@@ -470,11 +481,11 @@ struct Fa3Decode {
 
     // Applies the descales of V, of four columns.
     FLASH_DEVICE void descale(float4& x, int col) const {
-        const HeadDescales& of_v = storage.of_v;
-        x.x *= of_v.at(col);
-        x.y *= of_v.at(col + 1);
-        x.z *= of_v.at(col + 2);
-        x.w *= of_v.at(col + 3);
+        const float4 of_v = *reinterpret_cast<const float4*>(&storage.of_v[col]);
+        x.x *= of_v.x;
+        x.y *= of_v.y;
+        x.z *= of_v.z;
+        x.w *= of_v.w;
     }
 
     // This CTA's share of the elements, over the splits of the cluster.
@@ -559,7 +570,7 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerSm)
 template <class Element, class Key, tuning::Fa3DecodeRow kRow>
 cudaError_t launch_decode(const ForwardParams& call, const ForwardKernel& kernel,
                           cudaStream_t stream) {
-    const Fa3DecodeParams params{call, launch_epoch(), exponent_scale(call)};
+    const Fa3DecodeParams params{call, launch_epoch(), exponent_scale(call), kernel.decode_cluster};
     using enum tuning::Fa3DecodeTile;
     return dispatch_options<kRow.options>(kernel.options, [&](auto options) {
         return dispatch<kFewRows, kManyKeys, kManyRows>(*kernel.decode_tile, [&](auto tile) {
@@ -568,7 +579,7 @@ cudaError_t launch_decode(const ForwardParams& call, const ForwardKernel& kernel
             return launch_kernel<fa3_decode_kernel<Kernel>>(
                 work_tile_count(params.tile_order), Kernel::kThreads,
                 sizeof(typename Kernel::SharedStorage), params, stream,
-                {.pdl = true, .cluster = min_of(params.num_splits, kMaxClusterSplits)});
+                {.pdl = true, .cluster = params.cluster});
         });
     });
 }
