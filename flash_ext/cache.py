@@ -173,9 +173,12 @@ class CacheCall(NamedTuple):
             return
         packed = self.cu_seqlens_k_new is not None
         rows: tuple[int | str, ...] = ("total_new",) if packed else (self.batch, "seqlen_new")
-        check_rows("k", k, (*rows, *self.k_cache.shape[2:]), q, self.k_cache.dtype)
+        require_tensors(k=k, v=v)
+        quantized = self.k_cache.dtype in QK_8_BITS and k.dtype == q.dtype
+        dtypes = (q.dtype, q.dtype) if quantized else (self.k_cache.dtype, self.v_cache.dtype)
+        check_rows("k", k, (*rows, *self.k_cache.shape[2:]), q, dtypes[0])
         rows = k.shape[:-2]
-        check_rows("v", v, (*rows, *self.v_cache.shape[2:]), q, self.v_cache.dtype)
+        check_rows("v", v, (*rows, *self.v_cache.shape[2:]), q, dtypes[1])
         given = [name for name, x in rotary.items() if x is not None]
         if len(given) == 1:
             refuse("rotary_cos and rotary_sin", "given together", f"{given[0]} alone")
@@ -260,6 +263,15 @@ class CacheCall(NamedTuple):
         used = (used - self.cache_leftpad).clamp(min=0)
         return Keys(k, v, page * size + positions % size, used)
 
+    def with_descales_of_heads(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """The options, with descales (Hk) as the (B, Hk) of attention."""
+        heads, found = self.k_cache.shape[2], dict(options)
+        for name in ("k_descale", "v_descale"):
+            x = options.get(name)
+            if isinstance(x, Tensor) and x.dim() == 1 and heads > 1 and x.shape[0] == heads:
+                found[name] = x.expand(self.batch, heads)
+        return found
+
     def append(self, lengths: Tensor | None, options: Mapping[str, Any]) -> Tensor:
         """Write k and v into the cache. Returns q, rotated if they are.
 
@@ -270,12 +282,18 @@ class CacheCall(NamedTuple):
         if self.k is None or lengths is None:
             return self.q
         window = max(options.get(f"window_{side}", -1) for side in ("left", "right"))
-        return self._written(lengths, bool(options.get("causal")) or window >= 0)
+        descales = {name: options.get(name) for name in ("k_descale", "v_descale")}
+        if self.k.dtype in QK_8_BITS:
+            descales = {}  # as they are
+        return self._written(lengths, bool(options.get("causal")) or window >= 0, descales)
 
-    def _written(self, lengths: Tensor, moves: bool) -> Tensor:
+    def _written(
+        self, lengths: Tensor, moves: bool, descales: Mapping[str, Tensor | None]
+    ) -> Tensor:
         options: dict[str, Any] = {
             "page_table": self.table(),
             "cu_seqlens_k": self.cu_seqlens_k_new,
+            **descales,
         }
         if self.rotary_cos is not None and self.rotary_sin is not None:
             options |= {
@@ -321,9 +339,10 @@ def _run(
     lse."""
     lengths = call.lengths()
     keys = call.keys(lengths)
+    options = call.with_descales_of_heads(options)
     k_descale = options.get("k_descale")
     if call.cache_leftpad is not None and k_descale is not None and k_descale.dim() == 3:
-        refuse("k_descale", "one number or (B, Hk) with cache_leftpad", "descales of blocks")
+        refuse("k_descale", "one number, (Hk) or (B, Hk) with cache_leftpad", "one of blocks")
     with no_autocast(call.q):
         given = attention_options(call.q, cu_seqlens_q=call.cu_seqlens_q, **options)
         given |= keys.options()
@@ -401,7 +420,7 @@ def attention_with_cache(
         q: queries (B, Sq, Hq, D), or with cu_seqlens_q packed, (total_q, Hq, D).
         k_cache, v_cache: (Bc, Sc, Hk, D) and (Bc, Sc, Hk, Dv), Bc at least B: the first B elements
             are used. With page_table (pages, page size, Hk, D) and (…, Dv), of any page size. Of
-            q's dtype, or of 8 bits, as k and v of `attention`.
+            q's dtype, or both float8_e4m3fn, or both int8.
         cache_seqlens: how many keys each sequence has in the cache: an int, or int32 (B). None is
             all that it can have, without k.
         page_table: int32 (B, pages of a sequence): the pages of each sequence, in order. Entries
@@ -412,7 +431,8 @@ def attention_with_cache(
         cu_seqlens_q: int32 (B + 1), as of `attention_varlen`.
         k, v: the new keys and values, (B, S_new, Hk, D) and (…, Dv), of the caches' dtypes; with
             cu_seqlens_k_new, int32 (B + 1), packed. They are written after the first cache_seqlens
-            keys, and q sees them.
+            keys, and q sees them. For caches of 8 bits they may be of q's dtype, and are divided by
+            k_descale and v_descale, rounded to the nearest, and saturated.
         rotary_cos, rotary_sin: (positions, R / 2), float32 or of q's dtype, with R ≤ D: the first R
             columns of k and q are rotated by their positions (Su et al., "RoFormer", 2021). New key
             i has position cache_seqlens + i. With causal or a window so has query i; otherwise all
@@ -422,8 +442,10 @@ def attention_with_cache(
         return_lse: return lse too.
 
     The other options are as in `attention`. Sk is the number of keys that a sequence sees: causal
-    and windows are aligned with its last key, after the new ones were written. Caches of 8 bits
-    have no page_table, cache_batch_idx, cache_leftpad and cu_seqlens_q.
+    and windows are aligned with its last key, after the new ones were written. k_descale and
+    v_descale of caches of 8 bits may also be (Hk). Blocks of 128 keys that have a descale each are
+    blocks of a sequence's keys, as many as it has room for, wherever their pages lie. Queries to
+    caches of 8 bits run in tiles for few queries: long prompts are faster with k and v themselves.
 
     Returns:
         out (B, Sq, Hq, Dv), or packed (total_q, Hq, Dv); with return_lse (out, lse), as

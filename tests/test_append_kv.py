@@ -210,6 +210,7 @@ ERRORS: dict[str, tuple[str, dict[str, Any]]] = {
     "heads": ("k must be of shape", {"k": torch.zeros(2, 3, 1, 16).half()}),
     "rows of v": ("v must be of shape", {"v": torch.zeros(2, 2, 2, 16).half()}),
     "k's dtype": ("k must be float16", {"k": torch.zeros(2, 3, 2, 16)}),
+    "descales": ("k_descale must be None unless", {"k_descale": torch.ones(())}),
     "k packed": ("k must be of shape", {"k": torch.zeros(6, 2, 16).half()}),
     "v is strided": ("v must be contiguous in", {"v": torch.zeros(2, 3, 16, 2).half().mT}),
     "lengths in int64": ("cache_seqlens must be int32", {"cache_seqlens": torch.zeros(2).long()}),
@@ -257,6 +258,7 @@ def test_errors_write_nothing(message: str, change: dict[str, Any], device: str)
 def words_of(op: str, call: Call) -> str:
     names = ("q", "page_table", "cu_seqlens_q", "cu_seqlens_k", "rotary_cos", "rotary_sin",
              "rotary_seqlens")  # fmt: skip
+    names = (*names, "k_descale", "v_descale")
     tensors = {name: call.options.get(name) for name in names}
     flags = {name: call.options.get(name, False)
              for name in ("rotary_interleaved", "q_at_one_position")}  # fmt: skip
@@ -291,7 +293,7 @@ def test_a_cache_has_memory_for_each_element(device: str) -> None:
 def test_8_bits_are_not_rotated() -> None:
     call = plain()
     call.k_cache, call.v_cache, call.k, call.v = (x.to(FP8) for x in call.tensors()[:4])
-    with pytest.raises(ValueError, match="k_cache must be of 16 bits or more"):
+    with pytest.raises(ValueError, match="k must be of 16 bits or more"):
         call.run()
 
 
@@ -349,6 +351,13 @@ def run_native(native: ModuleType, call: Call, whole: bool) -> Tensor:
         sizes = list(from_.shape[-3:])
         rows.append(native.Rows(view(from_), view(to), sizes, address(options.get(cu_seqlens)),
                                 *flags))  # fmt: skip
+        if to.element_size() < from_.element_size():
+            of_v = to is call.v_cache
+            descale = options.get("v_descale" if of_v else "k_descale")
+            steps = [0] * 3 if descale is None else [*descale.stride(), 0, 0, 0][:3]
+            steps = steps if descale is not None and descale.dim() > 1 else [0] * 3
+            last = descale.shape[2] - 1 if descale is not None and descale.dim() > 2 else 0
+            rows[-1].quantize(to.dtype == torch.int8, address(descale), [*steps, last], of_v)
     pages, size = call.k_cache.shape[:2]
     held = call.cache_seqlens.tolist()
     cos = options.get("rotary_cos")

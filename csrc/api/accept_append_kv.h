@@ -22,10 +22,13 @@ struct AppendOptions {
     std::optional<Tensor> rotary_seqlens;
     bool rotary_interleaved = false;
     bool q_at_one_position = false;
+    std::optional<Tensor> k_descale;
+    std::optional<Tensor> v_descale;
 
     auto fields() {
         return std::tie(q, page_table, cu_seqlens_q, cu_seqlens_k, rotary_cos, rotary_sin,
-                        rotary_seqlens, rotary_interleaved, q_at_one_position);
+                        rotary_seqlens, rotary_interleaved, q_at_one_position, k_descale,
+                        v_descale);
     }
 };
 
@@ -51,14 +54,16 @@ inline bool accepts_cache(const Tensor& cache) {
     return true;
 }
 
-inline bool accepts_rotary(const Tensor& k_cache, int64_t batch, const AppendOptions& options) {
+// dtype: of k.
+inline bool accepts_rotary(const Tensor& k_cache, ScalarType dtype, int64_t batch,
+                           const AppendOptions& options) {
     if (!options.q)
         return !options.rotary_cos && !options.rotary_sin && !options.rotary_seqlens &&
                !options.cu_seqlens_q;
     if (!options.rotary_cos || !options.rotary_sin) return false;
     const Tensor &q = *options.q, &cos = *options.rotary_cos;
     const Device device = k_cache.device();
-    const ScalarType dtype = k_cache.scalar_type(), of_cos = cos.scalar_type();
+    const ScalarType of_cos = cos.scalar_type();
     const int64_t dim = k_cache.size(3);
     return has_16_bits(dtype) && q.dim() >= 3 &&
            accepts_new_rows(q, device, dtype, options.cu_seqlens_q, batch, q.size(q.dim() - 2),
@@ -70,12 +75,23 @@ inline bool accepts_rotary(const Tensor& k_cache, int64_t batch, const AppendOpt
            is_plain_or_none(options.rotary_seqlens, device, ScalarType::Int, {batch});
 }
 
+// Of rows that are quantized on their way.
+inline bool accepts_stored_descales(const AppendOptions& options, bool quantized,
+                                    const Sizes& sizes, const Device& device) {
+    if (!quantized) return !options.k_descale && !options.v_descale;
+    const int64_t blocks = ceil_div<int64_t>(sizes.seqlen_k, kDescaleRows);
+    return accepts_descale(options.k_descale, sizes, sizes.heads_k, blocks, device) &&
+           accepts_descale(options.v_descale, sizes, sizes.heads_k, sizes.head_dim_v, device);
+}
+
 inline bool accepts_append(const Tensor& k_cache, const Tensor& v_cache, const Tensor& k,
                            const Tensor& v, const Tensor& cache_seqlens,
                            const AppendOptions& options) {
     const Device device = k_cache.device();
     if (!is_here(device) || !accepts_cache(k_cache) || !accepts_cache(v_cache)) return false;
     const ScalarType dtype = k_cache.scalar_type(), dtype_v = v_cache.scalar_type();
+    const bool quantized = has_8_bits(dtype) && has_16_bits(k.scalar_type());
+    const ScalarType dtype_k = quantized ? k.scalar_type() : dtype;
     const int64_t pages = k_cache.size(0), page_size = k_cache.size(1), heads = k_cache.size(2);
     const int64_t batch = cache_seqlens.numel();
     const std::optional<Tensor>& table = options.page_table;
@@ -86,11 +102,18 @@ inline bool accepts_append(const Tensor& k_cache, const Tensor& v_cache, const T
            (table ? table->dim() == 2 && page_size > 0 &&
                         is_of(*table, device, ScalarType::Int, {batch, table->size(1)})
                   : pages >= batch) &&
-           accepts_new_rows(k, device, dtype, options.cu_seqlens_k, batch, heads,
+           accepts_new_rows(k, device, dtype_k, options.cu_seqlens_k, batch, heads,
                             k_cache.size(3)) &&
-           accepts_new_rows(v, device, dtype_v, options.cu_seqlens_k, batch, heads,
-                            v_cache.size(3)) &&
-           v.size(v.dim() - 3) == k.size(k.dim() - 3) && accepts_rotary(k_cache, batch, options);
+           accepts_new_rows(v, device, quantized ? dtype_k : dtype_v, options.cu_seqlens_k, batch,
+                            heads, v_cache.size(3)) &&
+           v.size(v.dim() - 3) == k.size(k.dim() - 3) &&
+           accepts_rotary(k_cache, dtype_k, batch, options) &&
+           accepts_stored_descales(options, quantized,
+                                   {.batch = batch,
+                                    .seqlen_k = page_size * (table ? table->size(1) : 1),
+                                    .heads_k = heads,
+                                    .head_dim_v = v_cache.size(3)},
+                                   device);
 }
 
 }  // namespace flash_ext

@@ -15,6 +15,7 @@ namespace {
 
 AppendedRows rows_of(const Tensor& from, const Tensor& to, const std::optional<Tensor>& cu_seqlens,
                      bool into_cache, bool rotated) {
+    const ScalarType stored = to.scalar_type();
     return {.from = operand("", from).view(),
             .to = operand("", to).view(),
             .rows = static_cast<int>(from.size(from.dim() - 3)),
@@ -22,7 +23,9 @@ AppendedRows rows_of(const Tensor& from, const Tensor& to, const std::optional<T
             .head_dim = static_cast<int>(from.size(from.dim() - 1)),
             .cu_seqlens = data_of<int>(cu_seqlens),
             .into_cache = into_cache,
-            .rotated = rotated};
+            .rotated = rotated,
+            .quantized = has_8_bits(stored) && !has_8_bits(from.scalar_type()),
+            .to_int8 = stored == ScalarType::Char};
 }
 
 Rotary rotary_of(const AppendOptions& options, const int* cache_seqlens) {
@@ -53,7 +56,7 @@ Tensor append_rows(const Tensor& k_cache, const Tensor& v_cache, const Tensor& k
         refuse("append_kv", k_cache, v_cache, k, v, cache_seqlens, options);
     check_architecture(k_cache);
     AppendKVParams params{};
-    params.element_type = element_type(k_cache.scalar_type());
+    params.element_type = element_type(k.scalar_type());
     params.batch = static_cast<int>(cache_seqlens.numel());
     params.cache_seqlens = static_cast<const int*>(cache_seqlens.data_ptr());
     params.capacity = k_cache.size(1);
@@ -70,6 +73,9 @@ Tensor append_rows(const Tensor& k_cache, const Tensor& v_cache, const Tensor& k
     std::vector<Tensor> tensors{k_cache, v_cache, k, v};
     params.tensors[0] = rows_of(k, k_cache, options.cu_seqlens_k, true, rotates);
     params.tensors[1] = rows_of(v, v_cache, options.cu_seqlens_k, true, false);
+    params.tensors[0].descale = descale_of(options.k_descale, /*of_queries=*/false);
+    params.tensors[1].descale = descale_of(options.v_descale, /*of_queries=*/false);
+    params.tensors[1].by_column = true;
     params.count = 2;
     if (rotates) {
         AppendedRows& q = params.tensors[params.count++];

@@ -66,21 +66,6 @@ TileMask tile_mask_of(const Options& options) {
             .by_head = kv_tiles.size(1) > 1};
 }
 
-// Of one value, (B, Hk), or (B, H, blocks or channels), where H is Hq for q's blocks.
-Descale descale_of(const std::optional<Tensor>& tensor, bool of_queries) {
-    Descale descale;
-    if (!tensor || tensor->numel() == 0) return descale;
-    descale.data = static_cast<const float*>(tensor->data_ptr());
-    if (tensor->dim() < 2) return descale;
-    descale.batch_stride = tensor->stride(0);
-    descale.head_stride = tensor->stride(1);
-    if (tensor->dim() < 3) return descale;
-    descale.last_stride = tensor->stride(2);
-    descale.last_block = static_cast<int>(tensor->size(2)) - 1;
-    descale.by_query_head = of_queries;
-    return descale;
-}
-
 // The dtype of out, for that of q.
 ScalarType out_dtype(ScalarType dtype, const Options& options) {
     if (options.out_dtype) return *options.out_dtype;

@@ -19,6 +19,21 @@ aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
 
 namespace flash_ext {
 
+// Of one value, (B, Hk), or (B, H, blocks or channels), where H is Hq for q's blocks.
+inline Descale descale_of(const std::optional<Tensor>& tensor, bool of_queries) {
+    Descale descale;
+    if (!tensor || tensor->numel() == 0) return descale;
+    descale.data = static_cast<const float*>(tensor->data_ptr());
+    if (tensor->dim() < 2) return descale;
+    descale.batch_stride = tensor->stride(0);
+    descale.head_stride = tensor->stride(1);
+    if (tensor->dim() < 3) return descale;
+    descale.last_stride = tensor->stride(2);
+    descale.last_block = static_cast<int>(tensor->size(2)) - 1;
+    descale.by_query_head = of_queries;
+    return descale;
+}
+
 inline ElementType element_type(ScalarType dtype) {
     if (dtype == ScalarType::Float8_e4m3fn) return ElementType::kFloat8;
     if (dtype == ScalarType::Char) return ElementType::kInt8;

@@ -139,7 +139,7 @@ std::string fa3_unsupported_reason(const Call& call, Pass pass) {
         // A tensor map needs memory.
         if (backward && std::ranges::count(x.sizes, 0) > 0)
             return text("has no backward for an empty ", x.name);
-        if (x.is_reached_by_tma() || !call.may_copy(x)) continue;
+        if (x.is_reached_by_tma() || (!fp8 && !call.may_copy(x))) continue;
         if (fp8 && !x.is_aligned())
             return text("needs rows of ", x.name, " that start and end on 16-byte boundaries");
         if (fp8)
@@ -212,12 +212,15 @@ bool plan_fa3_decode(ForwardPlan& plan, bool may_pack_gqa) {
     params.num_splits = splits;
     params.tile_order = {tile_numbers(params, params.seqlen_q, q_tiles.queries) * splits,
                          q_tiles.heads, tensor_batches(params)};
-    if (decode_clusters(splits) > 1) {
-        const int64_t rows = tiles * decode_clusters(splits) * shape.rows;
+    const int full = min_of(splits, kMaxClusterSplits);
+    const int cluster = bytes ? forced("FLASH_EXT_FORCE_CLUSTER").value_or(full) : full;
+    plan.kernel.decode_cluster = cluster;
+    if (splits > cluster) {
+        const int64_t rows = tiles * (splits / cluster) * shape.rows;
         plan.workspace.reserve(params.o_partial, rows * decode_row_floats(row->head_dims.v));
         plan.workspace.reserve(params.counters, tiles * kMaxClusterSplits);
     }
-    const bool one_cta_per_sm = tiles * splits <= sms_of_clusters(splits, gpu);
+    const bool one_cta_per_sm = tiles * splits <= sms_of_clusters(cluster, gpu);
     const bool many_keys =
         keys_of_16_bits(params, plan.mask.keys_seen) > tuning::kFewDecodeKeys * splits;
     plan.kernel.decode_tile = tile == kFewRows && one_cta_per_sm && many_keys ? kManyKeys : tile;

@@ -43,6 +43,7 @@ struct ForwardKernel {
     OptionSet options;              // of the sets in this row
     tuning::Fa3ForwardTile tile{};  // FA3's; unless it is the kernel for few queries, with:
     std::optional<tuning::Fa3DecodeTile> decode_tile;
+    int decode_cluster = 1;  // its splits of a cluster
     bool has_splits = false;  // stores the results of splits, which another kernel combines
     // FP8: the call's V, if another kernel makes params.v of it before; see transpose_v.cuh.
     std::optional<TensorView> row_major_v;

@@ -268,20 +268,16 @@ inline constexpr Fa3DecodeRow kFa3Decode[] = {
 
 // With K and V in 8 bits. A block of 32 keys has as many bytes as 16 in 16 bits, so the numbers are
 // the same. Other head dims are padded: columns that are zeros are not read.
-// There are no registers for pages at 128.
-inline constexpr OptionSets kFa3Decode8BitsOptions{1, {kFa3Scores}};
 inline constexpr Fa3DecodeRow kFa3Decode8Bits[] = {
     {.head_dims = {64, 64},
-     .options = kFa3Decode8BitsOptions,
      .few_rows = {.stages = 3, .ctas_per_sm = 2},
      .many_keys = {.warps = 16, .stages = 3},
      .many_rows = {.rows = 32, .stages = 4}},
     {.head_dims = {128, 128},
-     .options = kFa3Decode8BitsOptions,
      .few_rows = {.stages = 1, .ctas_per_sm = 2},
      .many_keys = {.warps = 16, .stages = 1},
      .many_rows = {.rows = 32, .stages = 2}},
-    {.head_dims = {256, 256}, .options = kFa3Decode8BitsOptions, .few_rows = {.stages = 1}},
+    {.head_dims = {256, 256}, .few_rows = {.stages = 1}},
 };
 
 constexpr Fa3DecodeShape fa3_decode_shape(const Fa3DecodeRow& row, Fa3DecodeTile tile) {

@@ -1,5 +1,5 @@
-// New keys and values on their way into a cache, rotated by their positions, and queries that are
-// rotated beside them: the parameters of their kernel.
+// New keys and values on their way into a cache, rotated by their positions and quantized for a
+// cache of 8 bits, and queries that are rotated beside them: the parameters of their kernel.
 #pragma once
 
 #include <cstdint>
@@ -32,6 +32,11 @@ struct AppendedRows {
     bool into_cache = true;
     bool rotated = false;
     bool at_one_position = false;  // are a sequence's rows all rotated as its first one?
+    // Of rows of 16 bits in a cache of 8: what a number is divided by before it is rounded.
+    bool quantized = false;
+    bool to_int8 = false;   // to e4m3 otherwise
+    Descale descale;        // (B, H), of k with blocks of keys, of v with columns
+    bool by_column = false;
 
     FLASH_HOST_DEVICE int64_t all_rows(int batch) const {
         return cu_seqlens != nullptr ? rows : int64_t{batch} * rows;

@@ -47,9 +47,17 @@ struct PagedKeyRows {
         return {table[index], key - index * pages.size};
     }
     FLASH_DEVICE int page_of(int entry) const { return clamp(entry, 0, pages.count - 1); }
-    // In elements, from row 0 of page 0.
-    FLASH_DEVICE int64_t offset(const TensorView& view, Place place) const {
-        return page_of(place.page) * view.batch_stride + place.row * view.row_stride;
+    // From row 0 of page 0: in elements; of 8 bits in units of 16 bytes, which 32 bits hold, since
+    // fa3 accepts rows of less than 32 GiB alone.
+    template <class Element>
+    FLASH_DEVICE auto offset(const TensorView& view, Place place) const {
+        const int64_t elements =
+            page_of(place.page) * view.batch_stride + place.row * view.row_stride;
+        if constexpr (sizeof(Element) == 1) {
+            return static_cast<unsigned>(elements >> 4);
+        } else {
+            return elements;
+        }
     }
     // The rows of a key's page, as TMA loads them. `place`: of the key.
     template <class Element>
@@ -78,19 +86,30 @@ struct PagedKeyCursor {
 
     FLASH_DEVICE void start(const PagedKeyRows& keys, const TensorView& /*view*/, int /*head*/,
                             int first_key) {
-        place = keys.at(first_key + row_of_lane());
+        look_up(keys, first_key);
     }
 
     template <bool kAllRows>
     FLASH_DEVICE void load(uint32_t shared, const PagedKeyRows& keys, const TensorView& view,
                            int head, int cols, bool aligned, int key, int next_key) {
+        load_found<kAllRows>(shared, keys, view, head, cols, aligned, key);
+        look_up(keys, next_key);
+    }
+
+    // The two steps of load(), for tensors whose tiles are looked up once.
+    FLASH_DEVICE void look_up(const PagedKeyRows& keys, int key) {
+        place = keys.at(key + row_of_lane());
+    }
+    template <bool kAllRows>
+    FLASH_DEVICE void load_found(uint32_t shared, const PagedKeyRows& keys, const TensorView& view,
+                                 int head, int cols, bool aligned, int key) {
         const auto* base = row_pointer<const Element>(view, 0, 0, head);
         if (!kMayBeUnaligned || aligned) {
-            load_rows<kAllRows>(shared, base, keys.offset(view, place), keys.rows - key, cols);
+            load_rows<kAllRows>(shared, base, keys.offset<Element>(view, place), keys.rows - key,
+                                cols);
         } else {
             load_unaligned(shared, base, keys, view, cols, key);
         }
-        place = keys.at(next_key + row_of_lane());
     }
 
  private:
@@ -101,9 +120,10 @@ struct PagedKeyCursor {
     }
 
     // `offset`: of the row that this lane has looked up.
-    template <bool kAllRows>
-    static FLASH_DEVICE void load_rows(uint32_t shared, const Element* base, int64_t offset,
+    template <bool kAllRows, class Offset>
+    static FLASH_DEVICE void load_rows(uint32_t shared, const Element* base, Offset offset,
                                        int rows, int cols) {
+        constexpr int kUnit = sizeof(Element) == 1 ? 16 : 1;  // elements
         const Walk walk(ptx::not_hoisted(threadIdx.x) % kThreads);
         const int col = walk.chunk * Tile::kChunk;
 #pragma unroll
@@ -111,8 +131,9 @@ struct PagedKeyCursor {
             const int row = walk.row + pass * Walk::kRowsPerPass;
             const Element* source =
                 base + col +
-                __shfl_sync(0xffffffff, offset,
-                            pass * kRowsOfWarp + lane_id() / Tile::kChunksPerRow);
+                int64_t{__shfl_sync(0xffffffff, offset,
+                                    pass * kRowsOfWarp + lane_id() / Tile::kChunksPerRow)} *
+                    kUnit;
             if (Walk::kRagged && pass == Walk::kPasses - 1 && row >= Tile::kRows) continue;
 #pragma unroll
             for (int atom = 0; atom < Tile::kAtoms; ++atom)
@@ -132,7 +153,7 @@ struct PagedKeyCursor {
             const int row = i / row_chunks;
             const int chunk = i % row_chunks;
             const int col = chunk * Tile::kChunk;
-            const Element* source = base + keys.offset(view, keys.at(key + row)) + col;
+            const Element* source = base + keys.offset<Element>(view, keys.at(key + row)) + col;
             const uint4 x = load_8(source, key + row < keys.rows ? cols - col : 0);
             ptx::st_shared_v4(shared + Tile::offset(row, chunk), {x.x, x.y, x.z, x.w});
         }

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ..ops.checks import dtype_name, refuse, require_device, statistics_dtype
-from ..ops.options import QK_8_BITS
+from ..ops.options import DESCALE_ROWS, FP8, QK_8_BITS
 from ..ops.schemas import library
-from .checks import check_offsets, require_plain
+from .checks import check_descale, check_offsets, require_plain
 
 _CUDA_DTYPES = (torch.float16, torch.bfloat16, *QK_8_BITS)
 _DTYPES = (*_CUDA_DTYPES, torch.float32, torch.float64)
@@ -61,11 +61,12 @@ def _require_rows(
     rows: tuple[int | str, int | str, int],
     batch: int,
     cu_seqlens: Tensor | None,
+    dtype: torch.dtype,
 ) -> None:
     """x has rows of this number, heads and columns, of a batch or packed."""
     packed = cu_seqlens is not None
     shape = rows if packed else (batch, *rows)
-    _require(name, x, cache, shape, cache.dtype)
+    _require(name, x, cache, shape, dtype)
     if x.shape[-3] >= _MAX_ROWS:
         refuse(name, "below 2^31 rows", tuple(x.shape))
 
@@ -76,8 +77,43 @@ def _require_offsets(name: str, cu_seqlens: Tensor | None, x: Tensor, batch: int
         check_offsets(name, cu_seqlens, x.shape[0])
 
 
+def _dtypes_of_rows(k_cache: Tensor, v_cache: Tensor, k: Tensor) -> tuple[torch.dtype, torch.dtype]:
+    """Of k and v. In a cache of 8 bits both may have k's, of more bits."""
+    dtypes = _CUDA_DTYPES if k.device.type == "cuda" else _DTYPES
+    if is_quantized(k_cache, k) and k.dtype in dtypes:
+        return k.dtype, k.dtype
+    return k_cache.dtype, v_cache.dtype
+
+
+def is_quantized(k_cache: Tensor, k: Tensor) -> bool:
+    """Are rows quantized on their way into the cache?"""
+    return k_cache.dtype in QK_8_BITS and k.is_floating_point() and k.dtype not in QK_8_BITS
+
+
+def _check_descales(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor,
+    capacity: int,
+    batch: int,
+    k_descale: Tensor | None,
+    v_descale: Tensor | None,
+) -> None:
+    shape, blocks = (batch, k_cache.shape[2]), -(-capacity // DESCALE_ROWS)
+    for name, descale, large, last in (
+        ("k_descale", k_descale, "(batch, heads_k, blocks of 128 keys)", blocks),
+        ("v_descale", v_descale, "(batch, heads_k, head_dim_v)", v_cache.shape[3]),
+    ):
+        if descale is None:
+            continue
+        if not is_quantized(k_cache, k):
+            refuse(name, "None unless k and v are quantized for a cache of 8 bits", "a tensor")
+        check_descale(name, descale, k_cache, shape, large, last)
+
+
 def _check_rotary(
     k_cache: Tensor,
+    dtype: torch.dtype,
     batch: int,
     q: Tensor | None,
     rotary_cos: Tensor | None,
@@ -98,9 +134,9 @@ def _check_rotary(
             refuse(name, "given with q, and with the other one", None)
     assert rotary_cos is not None and rotary_sin is not None
     dim = k_cache.shape[3]
-    if k_cache.dtype in QK_8_BITS:
-        refuse("k_cache", "of 16 bits or more where k is rotated", k_cache.dtype)
-    _require_rows("q", q, k_cache, ("seqlen_q", "heads_q", dim), batch, cu_seqlens_q)
+    if dtype in QK_8_BITS:
+        refuse("k", "of 16 bits or more if it is rotated", dtype)
+    _require_rows("q", q, k_cache, ("seqlen_q", "heads_q", dim), batch, cu_seqlens_q, dtype)
     _require_offsets("cu_seqlens_q", cu_seqlens_q, q, batch)
     if rotary_cos.dtype not in (q.dtype, torch.float32):
         refuse("rotary_cos", f"{dtype_name(q.dtype)} or float32", rotary_cos.dtype)
@@ -130,6 +166,8 @@ def check_append_kv(
     rotary_seqlens: Tensor | None = None,
     rotary_interleaved: bool = False,
     q_at_one_position: bool = False,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
 ) -> None:
     """Check the arguments of `append_kv`."""
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
@@ -144,10 +182,13 @@ def check_append_kv(
     elif k_cache.shape[0] < batch:
         refuse("k_cache", f"of a batch of at least {batch}", tuple(k_cache.shape))
     heads, dims = k_cache.shape[2], (k_cache.shape[3], v_cache.shape[3])
-    _require_rows("k", k, k_cache, ("seqlen_new", heads, dims[0]), batch, cu_seqlens_k)
-    _require_rows("v", v, v_cache, (k.shape[-3], heads, dims[1]), batch, cu_seqlens_k)
+    dtype, dtype_v = _dtypes_of_rows(k_cache, v_cache, k)
+    _require_rows("k", k, k_cache, ("seqlen_new", heads, dims[0]), batch, cu_seqlens_k, dtype)
+    _require_rows("v", v, v_cache, (k.shape[-3], heads, dims[1]), batch, cu_seqlens_k, dtype_v)
     _require_offsets("cu_seqlens_k", cu_seqlens_k, k, batch)
-    _check_rotary(k_cache, batch, q, rotary_cos, rotary_sin, rotary_seqlens, cu_seqlens_q)
+    _check_rotary(k_cache, dtype, batch, q, rotary_cos, rotary_sin, rotary_seqlens, cu_seqlens_q)
+    capacity = k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
+    _check_descales(k_cache, v_cache, k, capacity, batch, k_descale, v_descale)
 
 
 def _places(x: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -186,6 +227,29 @@ def rotate(
     return result
 
 
+def _factors(descale: Tensor | None, sequence: Tensor, last: Tensor | None) -> Tensor:
+    """A descale for each row (n), which broadcasts to (n, H, D).
+
+    Args:
+        last: of k the block of each row; None for v, whose last dimension are columns.
+    """
+    if descale is None or descale.dim() < 2:
+        return torch.ones(()) if descale is None else descale.reshape(())
+    if descale.dim() == 2:
+        return descale[sequence][..., None]
+    if last is None:
+        return descale[sequence]
+    return descale[sequence, :, last.clamp(0, descale.shape[2] - 1)][..., None]
+
+
+def _to_8_bits(rows: Tensor, factors: Tensor, dtype: torch.dtype) -> Tensor:
+    x = torch.where(factors == 0, 0.0, rows.float() / factors)
+    if dtype == FP8:
+        largest = torch.finfo(FP8).max
+        return torch.where(x.isnan(), math.nan, x.clamp(-largest, largest)).to(FP8)
+    return x.nan_to_num(0.0, math.inf, -math.inf).round().clamp(-127, 127).to(torch.int8)
+
+
 def _write(cache: Tensor, rows: Tensor, pages: Tensor, page_rows: Tensor) -> None:
     if cache.element_size() == 1:  # of which index_put_ knows only uint8
         cache, rows = cache.view(torch.uint8), rows.contiguous().view(torch.uint8)
@@ -208,11 +272,14 @@ def _append_kv_cpu(
     rotary_seqlens: Tensor | None = None,
     rotary_interleaved: bool = False,
     q_at_one_position: bool = False,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
 ) -> Tensor:
     check_append_kv(
         k_cache, v_cache, k, v, cache_seqlens, q=q, page_table=page_table,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, rotary_cos=rotary_cos,
-        rotary_sin=rotary_sin, rotary_seqlens=rotary_seqlens,
+        rotary_sin=rotary_sin, rotary_seqlens=rotary_seqlens, k_descale=k_descale,
+        v_descale=v_descale,
     )  # fmt: skip
     batch, (pages, size) = cache_seqlens.numel(), k_cache.shape[:2]
     begins = cache_seqlens.long()
@@ -221,6 +288,8 @@ def _append_kv_cpu(
     rows_k, rows_v = _flat(k, cu_seqlens_k), _flat(v, cu_seqlens_k)
     mine = sequence < batch
     sequence, index, rows_k, rows_v = (x[mine] for x in (sequence, index, rows_k, rows_v))
+    if quantized := is_quantized(k_cache, k):
+        rows_k, rows_v = rows_k.to(statistics_dtype(k.dtype)), rows_v.to(statistics_dtype(k.dtype))
 
     result = k.new_empty(0)
     if q is not None and rotary_cos is not None and rotary_sin is not None:
@@ -243,8 +312,15 @@ def _append_kv_cpu(
         kept &= (page >= 0) & (page < pages)
     else:
         page = sequence
+    sequence, page, position, rows_k, rows_v = (
+        x[kept] for x in (sequence, page, position, rows_k, rows_v)
+    )
+    if quantized:
+        of_k = _factors(k_descale, sequence, position // DESCALE_ROWS)
+        rows_k = _to_8_bits(rows_k, of_k, k_cache.dtype)
+        rows_v = _to_8_bits(rows_v, _factors(v_descale, sequence, None), v_cache.dtype)
     for cache, rows in ((k_cache, rows_k), (v_cache, rows_v)):
-        _write(cache, rows[kept], page[kept], position[kept] % max(size, 1))
+        _write(cache, rows, page, position % max(size, 1))
     return result
 
 

@@ -87,7 +87,7 @@ def _choose_8_bit_variant(q: Tensor, options: Options) -> str:
     for name, given in (
         ("softcap", of_q and options.softcap != 0),
         ("ALiBi", of_q and options.alibi_slopes is not None),
-        ("page table", options.page_table is not None),
+        ("page table", of_q and options.page_table is not None),
         ("mask", options.mask_kv_tiles is not None),
     ):
         if given:
@@ -333,24 +333,24 @@ def _most_rows(rows: int, cu_seqlens: Tensor | None) -> int:
     return max(cu_seqlens.diff().tolist(), default=0)
 
 
-def _check_descale(
+def check_descale(
     argument: str,
     descale: Tensor,
     q: Tensor,
     shape: tuple[int, int],
     large: str,
     last: int | None,
+    more: bool = False,
 ) -> None:
     """One number, (batch, heads_k) = `shape`, or the large shape with `last` numbers a head.
 
-    None: only the device knows how many.
+    None: only the device knows how many. more: of packed sequences, of which some are shorter.
     """
     if descale.dtype != torch.float32:
         refuse(argument, "float32", descale.dtype)
     require_device(argument, descale, q)
     batch, heads_k = shape
     heads = q.shape[-2] if argument == "q_descale" else heads_k
-    more = q.dim() == 3 and argument != "v_descale"  # of packed sequences, where some are shorter
     given = tuple(descale.shape)
     whole = given[:2] == (batch, heads) and len(given) == 3
     fits = whole and (last is None or given[2] == last or (more and given[2] > last))
@@ -394,13 +394,14 @@ def _check_8_bit_options(
         "(batch, heads_q, blocks of 128 queries)",
         "(batch, heads_k, blocks of 128 keys)",
     )
-    for name, large, last in (
-        ("q_descale", queries, blocks_q),
-        ("k_descale", keys, blocks_k),
-        ("v_descale", "(batch, heads_k, head_dim_v)", head_dim_v(v, vars(options))),
+    channels = "(batch, heads_k, head_dim_v)"
+    for name, large, last, more in (
+        ("q_descale", queries, blocks_q, options.cu_seqlens_q is not None),
+        ("k_descale", keys, blocks_k, options.cu_seqlens_k is not None),
+        ("v_descale", channels, head_dim_v(v, vars(options)), False),
     ):
         if (descale := getattr(options, name)) is not None:
-            _check_descale(name, descale, q, shape, large, last)
+            check_descale(name, descale, q, shape, large, last, more)
 
 
 def _check_options(q: Tensor, k: Tensor, options: Options, batch: int, reads: bool) -> None:

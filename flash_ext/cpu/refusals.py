@@ -75,7 +75,8 @@ _OF_QUANTIZE = (
 OF_APPEND = (
     "Tensor k_cache, Tensor v_cache, Tensor k, Tensor v, Tensor cache_seqlens, *, Tensor? q,"
     " Tensor? page_table, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? rotary_cos,"
-    " Tensor? rotary_sin, Tensor? rotary_seqlens, bool rotary_interleaved, bool q_at_one_position"
+    " Tensor? rotary_sin, Tensor? rotary_seqlens, bool rotary_interleaved, bool q_at_one_position,"
+    " Tensor? k_descale, Tensor? v_descale"
 )
 """The arguments of `append_kv`."""
 

@@ -13,13 +13,20 @@ k and v are (B, S_new, Hk, D) and (…, Dv), or with cu_seqlens_k (int32, (B + 1
 the caches' dtypes: float16 or bfloat16 (on a CPU also float32 and float64), or 8 bits each.
 cache_seqlens is int32 (B).
 
+A cache of 8 bits, float8_e4m3fn or int8, also accepts k and v in more bits. They are quantized: a
+number x is written as x / descale in float32, to the nearest (ties to even) and at most 448 or 127
+in magnitude; 0 if the descale is 0. A NaN becomes e4m3's, and in int8 0. The descales are those
+with which attention reads the cache: float32, one number, (B, Hk), or of k (B, Hk, blocks of 128
+keys) and of v (B, Hk, Dv); None is 1.
+
 With rotary_cos and rotary_sin (positions, R / 2), float32 or of q's dtype, the first R columns of k
 are rotated on the way, and of q, (B, Sq, Hq, D) or with cu_seqlens_q packed; the result is q then,
 contiguous, and otherwise an empty tensor (0). Pairs are columns i and i + R / 2, with
 rotary_interleaved 2 i and 2 i + 1. Row i of a sequence has the position cache_seqlens[b] + i, or
 rotary_seqlens[b] + i; with q_at_one_position all its queries have the first one's. A position that
 cos and sin do not have makes NaN. Products and sums are rounded to float32 (float64 for float64)
-one by one, and the result to the dtype: CUDA and CPU give the same bits. No gradient.
+one by one, and the result to the dtype, or k's quantized as it is: CUDA and CPU give the same bits.
+No gradient.
 """
 
 from __future__ import annotations
@@ -38,8 +45,8 @@ library.define(
     "append_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor cache_seqlens, *,"
     " Tensor? q=None, Tensor? page_table=None, Tensor? cu_seqlens_q=None,"
     " Tensor? cu_seqlens_k=None, Tensor? rotary_cos=None, Tensor? rotary_sin=None,"
-    " Tensor? rotary_seqlens=None, bool rotary_interleaved=False, bool q_at_one_position=False)"
-    " -> Tensor",
+    " Tensor? rotary_seqlens=None, bool rotary_interleaved=False, bool q_at_one_position=False,"
+    " Tensor? k_descale=None, Tensor? v_descale=None) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
 )
 append_kv: Any = torch.ops.flash_ext.append_kv.default

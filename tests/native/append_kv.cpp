@@ -35,6 +35,16 @@ AppendedRows rows(View from, View to, std::array<int, 3> sizes, uint64_t cu_seql
             into_cache, rotated, at_one_position};
 }
 
+// `strides`: of the descales, and the last block.
+void quantize_rows(AppendedRows& x, bool to_int8, uint64_t descale, std::array<int64_t, 4> strides,
+              bool by_column) {
+    x.quantized = true;
+    x.to_int8 = to_int8;
+    x.descale = {pointer<float>(descale), strides[0], strides[1], strides[2],
+                 static_cast<int>(strides[3])};
+    x.by_column = by_column;
+}
+
 bool append(int bits, bool whole, const std::vector<int>& cache_seqlens, int64_t capacity,
             uint64_t table, std::array<int64_t, 3> pages, uint64_t cos, uint64_t sin,
             std::array<int, 2> angles, bool interleaved, const std::vector<int>& begins,
@@ -60,6 +70,6 @@ PYBIND11_MODULE(flash_ext_append_kv, m) {
     namespace py = pybind11;
     using namespace flash_ext;
     py::class_<View>(m, "View").def(py::init<uint64_t, std::array<int64_t, 3>>());
-    py::class_<AppendedRows>(m, "Rows").def(py::init(&rows));
+    py::class_<AppendedRows>(m, "Rows").def(py::init(&rows)).def("quantize", &quantize_rows);
     m.def("append", &append);
 }

@@ -3,10 +3,11 @@
 //
 //     x' = x cos t - y sin t,    y' = x sin t + y cos t
 //
-// (Su et al., "RoFormer", 2021), in float32, each operation rounded by itself as on the CPU. One
-// launch for all three tensors; memory is the limit. A thread has some columns, 16 bytes or one
-// element, of some heads of a row, whose position and angles are the same. Rows whose place is not
-// in the cache are not written.
+// (Su et al., "RoFormer", 2021), in float32, each operation rounded by itself as on the CPU. Rows of
+// 16 bits on their way into a cache of 8 are then divided by their descale and rounded, without a
+// rounding to 16 bits before. One launch for all three tensors; memory is the limit. A thread has
+// some columns, 16 bytes or one element, of some heads of a row, whose position and angles are the
+// same. Rows whose place is not in the cache are not written.
 #pragma once
 
 #include <type_traits>
@@ -51,6 +52,38 @@ FLASH_DEVICE bool find_cache_row(const AppendKVParams& params, const NewRow& row
                : pages.table[row.sequence * pages.stride + position / pages.size];
     page_row = static_cast<int>(position % pages.size);
     return page >= 0 && page < pages.count;
+}
+
+// The descales of a head of a cache of 8 bits.
+struct StoredDescales {
+    const float* data;  // null: 1
+    int64_t stride;     // of columns
+
+    FLASH_DEVICE static StoredDescales of(const AppendKVParams& params, const AppendedRows& tensor,
+                                          const NewRow& row, int head) {
+        const Descale& x = tensor.descale;
+        if (x.data == nullptr) return {nullptr, 0};
+        const int64_t position = int64_t{params.cache_seqlens[row.sequence]} + row.index;
+        const int64_t block =
+            tensor.by_column ? 0 : min_of<int64_t>(position / kDescaleRows, x.last_block);
+        return {x.data + row.sequence * x.batch_stride + head * x.head_stride +
+                    block * x.last_stride,
+                tensor.by_column ? x.last_stride : 0};
+    }
+
+    // Of 0 nothing but 0 can be read again.
+    FLASH_DEVICE float quotient(float x, int column) const {
+        const float descale = data == nullptr ? 1.f : data[column * stride];
+        return descale == 0.f ? 0.f : __fdiv_rn(x, descale);
+    }
+};
+
+// To the nearest, ties to even, within the type's largest magnitude. A NaN of e4m3 stays one; int8
+// has none, so that it becomes 0.
+FLASH_DEVICE uint8_t to_8_bits(float x, bool to_int8) {
+    if (!to_int8) return static_cast<uint8_t>(ptx::pack_e4m3(x, 0.f, 0.f, 0.f));
+    const float within = x < -127.f ? -127.f : x > 127.f ? 127.f : x;
+    return static_cast<uint8_t>(x == x ? static_cast<int>(rintf(within)) : 0);
 }
 
 // kColumns neighboring columns, as they are in memory.
@@ -113,6 +146,13 @@ FLASH_DEVICE Columns partners_of(const Rotary& rotary, const Columns& own, const
     return partners;
 }
 
+template <class Columns>
+FLASH_DEVICE void store_columns(const TensorView& to, int batch, int64_t row, int head, int column,
+                                const Columns& columns) {
+    auto* target = row_pointer<typename Columns::Bits>(to, batch, row, head);
+    *reinterpret_cast<Columns*>(target + column) = columns;
+}
+
 // Some columns of some heads of a row; `unit` counts them.
 template <class Element, int kColumns>
 FLASH_DEVICE void append_unit(const AppendKVParams& params, const AppendedRows& tensor,
@@ -157,17 +197,29 @@ FLASH_DEVICE void append_unit(const AppendKVParams& params, const AppendedRows& 
         const int head = group + i * groups;
         if (head >= tensor.heads) continue;
         if constexpr (sizeof(Element) == 2) {
+            const auto number = [&](int j) {
+                return rotated ? __fadd_rn(__fmul_rn(own[i][j], angles.cos[j]),
+                                           __fmul_rn(partners[i][j], angles.signed_sin[j]))
+                               : own[i][j];
+            };
+            if (tensor.quantized) {
+                const auto descales = StoredDescales::of(params, tensor, found, head);
+                RowColumns<uint8_t, kColumns> result;
+#pragma unroll
+                for (int j = 0; j < kColumns; ++j)
+                    result.bits[j] =
+                        to_8_bits(descales.quotient(number(j), column + j), tensor.to_int8);
+                store_columns(tensor.to, to_batch, to_row, head, column, result);
+                continue;
+            }
             if (rotated) {
                 Columns result;
 #pragma unroll
-                for (int j = 0; j < kColumns; ++j)
-                    result.set(j, __fadd_rn(__fmul_rn(own[i][j], angles.cos[j]),
-                                            __fmul_rn(partners[i][j], angles.signed_sin[j])));
+                for (int j = 0; j < kColumns; ++j) result.set(j, number(j));
                 own[i] = result;
             }
         }
-        Bits* target = row_pointer<Bits>(tensor.to, to_batch, to_row, head);
-        *reinterpret_cast<Columns*>(target + column) = own[i];
+        store_columns(tensor.to, to_batch, to_row, head, column, own[i]);
     }
 }
 

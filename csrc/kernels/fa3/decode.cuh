@@ -43,6 +43,7 @@ namespace flash_ext {
 struct Fa3DecodeParams : ForwardParams {
     unsigned long long epoch;  // of the counters
     float exponent_scale;
+    int cluster;  // splits of one; with 16 bits all or kMaxClusterSplits
 };
 
 // Key: of K and V in memory. Element: of the matmuls; of Q and the output unless Key has 8 bits.
@@ -92,9 +93,11 @@ struct Fa3Decode {
             Factors factors;
             Partial of_split;  // after the loop
         };
-        bool last;          // is this CTA the last one to store its share?
-        HeadDescales of_v;  // 8 bits; over the loop head_k would take a register
+        bool last;  // is this CTA the last one to store its share?
+        // V's descales, of 8 bits. They are loaded with Q: at the end nothing would hide the wait.
+        alignas(16) float of_v[kBytes ? kHeadDimV : 1];
     };
+    static_assert(!kBytes || kHeadDimV <= kThreads);
     static_assert((sizeof(SharedStorage) + 1024) * kCtasPerSm <= 228 * 1024);
 
     const Fa3DecodeParams& params;
@@ -129,8 +132,13 @@ struct Fa3Decode {
 
     // --- The splits of the tile: each a CTA of one of its clusters ---
 
-    FLASH_DEVICE int clusters() const { return decode_clusters(params.num_splits); }
-    FLASH_DEVICE int ctas() const { return min_of(params.num_splits, kMaxClusterSplits); }
+    FLASH_DEVICE int clusters() const {
+        return kBytes ? static_cast<unsigned>(params.num_splits) / params.cluster
+                      : decode_clusters(params.num_splits);
+    }
+    FLASH_DEVICE int ctas() const {
+        return kBytes ? params.cluster : min_of(params.num_splits, kMaxClusterSplits);
+    }
     FLASH_DEVICE int tile_number() const {
         return clusters() == 1 ? ptx::cluster_id() : ptx::cluster_id() / clusters();
     }
@@ -214,6 +222,58 @@ struct Fa3Decode {
         }
     };
 
+    struct SeparateLoads {
+        Loads<KTile> of_k;
+        Loads<VTile> of_v;
+
+        FLASH_DEVICE SeparateLoads(const Fa3DecodeParams& p, const Keys& keys,
+                                   const VisibleTiles& blocks, int block, int head)
+            : of_k{p.k, p.head_dim, keys, blocks, block, head},
+              of_v{p.v, p.head_dim_v, keys, blocks, block, head} {
+            of_k.start();
+            of_v.start();
+        }
+        FLASH_DEVICE void next_k(const char* stage) { of_k.next(stage); }
+        FLASH_DEVICE void next_v(const char* stage) { of_v.next(stage); }
+    };
+
+    // From pages, with 8 bits: a block of V is where its K is, so both are looked up once.
+    // ptxas 13.0: two lookups would be spilled.
+    struct PagedLoads {
+        static_assert(!kBytes || std::is_same_v<KTile, VTile>);
+
+        const Fa3DecodeParams& params;
+        Keys keys;
+        VisibleTiles blocks;
+        int i;  // of the next block
+        int head;
+        KeyCursorOf<kOptions, KTile, 32, false, Key> cursor;
+
+        FLASH_DEVICE PagedLoads(const Fa3DecodeParams& p, const Keys& k, const VisibleTiles& all,
+                                int block, int head)
+            : params(p), keys(k), blocks(all), i(block), head(head) {
+            cursor.look_up(keys, first_key());
+        }
+        FLASH_DEVICE int first_key() const { return blocks.tile(i) * kKeys; }
+        FLASH_DEVICE void load(const char* stage, const TensorView& view, int cols) {
+            if (i < blocks.end)
+                cursor.template load_found<false>(ptx::shared_address(stage), keys, view,
+                                                  ptx::not_hoisted(head), cols, true, first_key());
+        }
+        FLASH_DEVICE void next_k(const char* stage) {
+            load(stage, params.k, params.head_dim);
+            ptx::cp_async_commit();
+        }
+        FLASH_DEVICE void next_v(const char* stage) {
+            load(stage, params.v, params.head_dim_v);
+            i += kWarps;
+            cursor.look_up(keys, first_key());
+            ptx::cp_async_commit();
+        }
+    };
+    using KeyLoads = std::conditional_t<kBytes && contains(kOptions, OptionSet::kPages), PagedLoads,
+                                        SeparateLoads>;
+
     // --- Attention over the keys of a warp ---
 
     FLASH_DEVICE Softmax begin_softmax() const {
@@ -232,6 +292,7 @@ struct Fa3Decode {
         Sequence s = sequence;
         if constexpr (kBytes) {
             s.batch = ptx::not_hoisted(s.batch);
+            s.seq_idx = ptx::not_hoisted(s.seq_idx);
             s.seqlen_q = ptx::not_hoisted(s.seqlen_q);
         }
         return s;
@@ -256,29 +317,32 @@ struct Fa3Decode {
             split_of(VisibleTiles::of_queries(mask, {first_query, first_query + queries()}, kKeys),
                      split(), params.num_splits);
         int block = blocks.begin + warp_id();
-        const Keys keys = key_rows<kOptions>(params, sequence);
-        Loads<KTile> k_loads{params.k, params.head_dim, keys, blocks, block, head_k};
-        Loads<VTile> v_loads{params.v, params.head_dim_v, keys, blocks, block, head_k};
-        k_loads.start();
-        v_loads.start();
+        Keys keys = key_rows<kOptions>(params, sequence);
+        if constexpr (kBytes && contains(kOptions, OptionSet::kPages))  // unsigned saves a register
+            keys.table = params.pages.table +
+                         static_cast<unsigned>(sequence.index()) * params.pages.stride;
+        KeyLoads loads(params, keys, blocks, block, head_k);
         auto& stages = storage.stages[warp_id()];
         constexpr int kPending = 2 * kStages - 1;  // groups after the one that is needed
         if constexpr (!kBytes) load_q();           // belongs to the first group
 #pragma unroll
         for (int i = 0; i < kStages; ++i) {
-            k_loads.next(stages[i].k);
-            v_loads.next(stages[i].v);
+            loads.next_k(stages[i].k);
+            loads.next_v(stages[i].v);
         }
         if constexpr (kBytes) {
-            if (threadIdx.x == 0) {
+            if (threadIdx.x == 0)
                 storage.factors.of_keys = HeadDescales::of(params.k_descale, sequence, head_k);
-                storage.of_v = HeadDescales::of(params.v_descale, sequence, head_k);
-            }
+            const int col = threadIdx.x;
+            const float of_v = col < params.head_dim_v
+                                   ? HeadDescales::of(params.v_descale, sequence, head_k).at(col)
+                                   : 0.f;
             if (params.element_type == ElementType::kFloat16) {
                 load_q_as_halves<__half>();
             } else {
                 load_q_as_halves<__nv_bfloat16>();
             }
+            if (col < kHeadDimV) storage.of_v[col] = of_v;
         }
         ptx::cp_async_wait<kPending>();
         __syncthreads();  // all of Q has landed
@@ -293,7 +357,7 @@ struct Fa3Decode {
             __syncwarp();  // the loads of all lanes have landed
             gemm<Element, kHeadDim>(rS, q, KOperand(ptx::shared_address(stages[stage].k)));
             __syncwarp();  // all lanes have read K
-            k_loads.next(stages[stage].k);
+            loads.next_k(stages[stage].k);
             factors.apply(rS, k_factor);
             finish_scores(rS, blocks, block);
             softmax.update(rS, rO, params.exponent_scale);
@@ -302,7 +366,7 @@ struct Fa3Decode {
             gemm<Element, kKeys>(rO, AFromRegisters<Element, Scores>{rS},
                                  VOperand(ptx::shared_address(stages[stage].v)));
             __syncwarp();
-            v_loads.next(stages[stage].v);
+            loads.next_v(stages[stage].v);
             if (++stage == kStages) stage = 0;
         }
         softmax.finish();
@@ -417,11 +481,11 @@ struct Fa3Decode {
 
     // Applies the descales of V, of four columns.
     FLASH_DEVICE void descale(float4& x, int col) const {
-        const HeadDescales& of_v = storage.of_v;
-        x.x *= of_v.at(col);
-        x.y *= of_v.at(col + 1);
-        x.z *= of_v.at(col + 2);
-        x.w *= of_v.at(col + 3);
+        const float4 of_v = *reinterpret_cast<const float4*>(&storage.of_v[col]);
+        x.x *= of_v.x;
+        x.y *= of_v.y;
+        x.z *= of_v.z;
+        x.w *= of_v.w;
     }
 
     // This CTA's share of the elements, over the splits of the cluster.
@@ -506,7 +570,7 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerSm)
 template <class Element, class Key, tuning::Fa3DecodeRow kRow>
 cudaError_t launch_decode(const ForwardParams& call, const ForwardKernel& kernel,
                           cudaStream_t stream) {
-    const Fa3DecodeParams params{call, launch_epoch(), exponent_scale(call)};
+    const Fa3DecodeParams params{call, launch_epoch(), exponent_scale(call), kernel.decode_cluster};
     using enum tuning::Fa3DecodeTile;
     return dispatch_options<kRow.options>(kernel.options, [&](auto options) {
         return dispatch<kFewRows, kManyKeys, kManyRows>(*kernel.decode_tile, [&](auto tile) {
@@ -515,7 +579,7 @@ cudaError_t launch_decode(const ForwardParams& call, const ForwardKernel& kernel
             return launch_kernel<fa3_decode_kernel<Kernel>>(
                 work_tile_count(params.tile_order), Kernel::kThreads,
                 sizeof(typename Kernel::SharedStorage), params, stream,
-                {.pdl = true, .cluster = min_of(params.num_splits, kMaxClusterSplits)});
+                {.pdl = true, .cluster = params.cluster});
         });
     });
 }

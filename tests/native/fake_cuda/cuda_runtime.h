@@ -96,6 +96,7 @@ inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) {
 inline float __fmul_ru(float x, float y) { return x * y; }
 inline float __fmul_rn(float x, float y) { return x * y; }
 inline float __fadd_rn(float x, float y) { return x + y; }
+inline float __fdiv_rn(float x, float y) { return x / y; }
 inline float __fmaf_rz(float x, float y, float z) { return x * y + z; }
 inline float __fmaf_rn(float x, float y, float z) { return x * y + z; }
 inline int __ffs(uint32_t x) { return __builtin_ffs(static_cast<int>(x)); }
