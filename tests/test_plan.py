@@ -340,12 +340,38 @@ def test_clusters_of_a_decoding_step(
 ) -> None:
     plan = problem(native, **fields, head_dim=128, head_dim_v=128).forward("fa3")
     assert plan.launches == ["fa3_decode<128, 128>"] and plan.num_splits == 8 * clusters
-    tiles = 5 if fields.get("varlen") else fields.get("batch", 1)  # with those of padding
+    tiles = fields.get("batch", 1)
     rows = 32 if fields.get("seqlen_q") == 4 else 16
+    stored, counted = tiles * clusters, tiles
+    if fields.get("varlen"):  # splits by length
+        stored = counted = tiles * clusters + 1
     assert sizes(plan) == {
-        "o_partial": 4 * (128 + 10) * rows * tiles * clusters,
-        "counters": 8 * 8 * tiles,
+        "o_partial": 4 * (128 + 10) * rows * stored,
+        "counters": 8 * 8 * counted,
     }
+
+
+@pytest.mark.parametrize("pages", (0, 16))
+@pytest.mark.parametrize(
+    ("fields", "clusters"),
+    [
+        (dict(batch=32, seqlen_k=65536), 32),
+        (dict(batch=32, seqlen_k=65536, window_left=1000, window_right=0), 0),  # few keys
+        (dict(batch=1, seqlen_k=65536), 0),
+        (dict(batch=32, seqlen_k=2047), 0),
+        (dict(batch=300, seqlen_k=65536), 66),  # of 8 heads: two waves of 264
+    ],
+)
+def test_splits_by_length(
+    fields: dict[str, int], clusters: int, pages: int, native: ModuleType
+) -> None:
+    """If lengths are on the device, differ, and are long enough."""
+    dims = {"heads_q": 32, "heads_k": 8, "head_dim": 128, "head_dim_v": 128}
+    plan = problem(native, **fields, **dims, page_size=pages, seqused=True).forward("fa3")
+    assert plan.launches == ["fa3_decode<128, 128>"]
+    assert (plan.clusters_by_length, plan.bytes > 0) == (clusters, clusters > 0)
+    if not pages:
+        assert problem(native, **fields, **dims).forward("fa3").clusters_by_length == 0
 
 
 @pytest.mark.parametrize(

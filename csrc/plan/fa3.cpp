@@ -173,6 +173,29 @@ std::string fa3_unsupported_reason(const Call& call, Pass pass) {
     return "";
 }
 
+// The order of the tiles of the kernel for few queries, and the memory of its splits, if they are
+// more than a cluster. Splits by length: the grid and the memory are for the most clusters.
+void plan_decode_splits(ForwardPlan& plan, const QueryTiles& q_tiles, int rows) {
+    ForwardParams& params = plan.params;
+    const SplitsByLength& by_length = plan.kernel.by_length;
+    const int numbers = tile_numbers(params, params.seqlen_q, q_tiles.queries);
+    const int ctas = plan.kernel.decode_cluster;
+    const int clusters = params.num_splits / ctas;
+    const int64_t tiles = tile_count(params, q_tiles);
+    params.tile_order = {numbers * params.num_splits, q_tiles.heads, tensor_batches(params)};
+    int64_t stored = clusters > 1 ? tiles * clusters : 0;
+    int64_t counters = clusters > 1 ? tiles : 0;
+    if (by_length.clusters > 0) {
+        params.tile_order = {(numbers * tensor_batches(params) + by_length.most()) * ctas,
+                             q_tiles.heads, 1};
+        stored = counters = int64_t{q_tiles.heads} * by_length.most();
+    }
+    if (stored == 0) return;
+    plan.workspace.reserve(params.o_partial,
+                           stored * rows * decode_row_floats(plan.kernel.head_dims.v));
+    plan.workspace.reserve(params.counters, counters * ctas);
+}
+
 // By the kernel for few queries, if they are, or if k and v alone have 8 bits. The splits of a tile
 // are a cluster, or several.
 bool plan_fa3_decode(ForwardPlan& plan, bool may_pack_gqa) {
@@ -210,17 +233,12 @@ bool plan_fa3_decode(ForwardPlan& plan, bool may_pack_gqa) {
     params.changes_scores = changes_scores(options);  // a branch at run time
     params.pack_gqa_log2 = q_tiles.pack_gqa_log2;
     params.num_splits = splits;
-    params.tile_order = {tile_numbers(params, params.seqlen_q, q_tiles.queries) * splits,
-                         q_tiles.heads, tensor_batches(params)};
     const int full = min_of(splits, kMaxClusterSplits);
-    const int cluster = bytes ? forced("FLASH_EXT_FORCE_CLUSTER").value_or(full) : full;
-    plan.kernel.decode_cluster = cluster;
-    if (splits > cluster) {
-        const int64_t rows = tiles * (splits / cluster) * shape.rows;
-        plan.workspace.reserve(params.o_partial, rows * decode_row_floats(row->head_dims.v));
-        plan.workspace.reserve(params.counters, tiles * kMaxClusterSplits);
-    }
-    const bool one_cta_per_sm = tiles * splits <= sms_of_clusters(cluster, gpu);
+    plan.kernel.decode_cluster = bytes ? forced("FLASH_EXT_FORCE_CLUSTER").value_or(full) : full;
+    if (!forced("FLASH_EXT_FORCE_SPLITS"))
+        plan.kernel.by_length = splits_by_length(params, plan.mask, q_tiles, shape, gpu);
+    plan_decode_splits(plan, q_tiles, shape.rows);
+    const bool one_cta_per_sm = tiles * splits <= sms_of_clusters(plan.kernel.decode_cluster, gpu);
     const bool many_keys =
         keys_of_16_bits(params, plan.mask.keys_seen) > tuning::kFewDecodeKeys * splits;
     plan.kernel.decode_tile = tile == kFewRows && one_cta_per_sm && many_keys ? kManyKeys : tile;

@@ -21,6 +21,7 @@
 #include "problem/params.h"
 #include "problem/quantize.h"
 #include "problem/sum_rows.h"
+#include "schedule/split_kv.cuh"
 #include "tile/host_device.h"
 
 namespace flash_ext {
@@ -43,8 +44,9 @@ struct ForwardKernel {
     OptionSet options;              // of the sets in this row
     tuning::Fa3ForwardTile tile{};  // FA3's; unless it is the kernel for few queries, with:
     std::optional<tuning::Fa3DecodeTile> decode_tile;
-    int decode_cluster = 1;  // its splits of a cluster
-    bool has_splits = false;  // stores the results of splits, which another kernel combines
+    int decode_cluster = 1;      // its splits of a cluster
+    SplitsByLength by_length{};  // of this one; none: of each tile params.num_splits
+    bool has_splits = false;     // stores the results of splits, which another kernel combines
     // FP8: the call's V, if another kernel makes params.v of it before; see transpose_v.cuh.
     std::optional<TensorView> row_major_v;
     TiledBias bias;  // FA3's

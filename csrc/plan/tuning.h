@@ -232,6 +232,7 @@ struct Fa3DecodeShape {
     int warps = 8;
     int stages;
     int ctas_per_sm = 1;
+    bool by_length = false;  // splits (schedule/split_by_length.cuh)
 };
 
 // As many rows, or warps, as registers allow, and as many stages as shared memory then does.
@@ -280,10 +281,13 @@ inline constexpr Fa3DecodeRow kFa3Decode8Bits[] = {
     {.head_dims = {256, 256}, .few_rows = {.stages = 1}},
 };
 
-constexpr Fa3DecodeShape fa3_decode_shape(const Fa3DecodeRow& row, Fa3DecodeTile tile) {
-    return tile == Fa3DecodeTile::kManyRows   ? row.many_rows
-           : tile == Fa3DecodeTile::kManyKeys ? row.many_keys
-                                              : row.few_rows;
+constexpr Fa3DecodeShape fa3_decode_shape(const Fa3DecodeRow& row, Fa3DecodeTile tile,
+                                          bool by_length = false) {
+    Fa3DecodeShape shape = tile == Fa3DecodeTile::kManyRows   ? row.many_rows
+                           : tile == Fa3DecodeTile::kManyKeys ? row.many_keys
+                                                              : row.few_rows;
+    shape.by_length = by_length;
+    return shape;
 }
 
 // The most keys of a split for which few warps are better than many; of 8 bits twice as many.

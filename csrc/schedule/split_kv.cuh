@@ -22,6 +22,27 @@ FLASH_HOST_DEVICE constexpr int decode_clusters(int splits) {
     return ceil_div(splits, kMaxClusterSplits);
 }
 
+// Splits by length (split_by_length.cuh), in blocks of keys.
+// What the host decides: so many clusters would the sequences have, per head, at equal lengths.
+struct SplitsByLength {
+    int clusters = 0;  // 0: splits do not depend on lengths
+    int least = 1;     // blocks of keys of a cluster, if its tile has several
+
+    // The blocks of a cluster, if all sequences have `total`. A float is exact up to 2^24 blocks,
+    // and beyond them near enough.
+    FLASH_HOST_DEVICE int length(float total) const {
+        return max_of(static_cast<int>(total / static_cast<float>(clusters)), least);
+    }
+    // The clusters of a tile that sees so many blocks: of `length` blocks, or up to twice as many.
+    // Of equal lengths that `clusters` is a multiple of, each has an equal number.
+    FLASH_HOST_DEVICE static constexpr int of_tile(int blocks, int length) {
+        return max_of(blocks / length, 1);
+    }
+    // The most clusters of a head, of all tiles that have several: `clusters`, and what rounding
+    // `length` down adds.
+    FLASH_HOST_DEVICE constexpr int most() const { return clusters + clusters / least + 1; }
+};
+
 // Of a row of a result of decode.cuh: O, eight words so that the rows that a warp stores at a time
 // are in all banks, the maximum and the sum.
 FLASH_HOST_DEVICE constexpr int decode_row_floats(int head_dim_v) { return head_dim_v + 8 + 2; }

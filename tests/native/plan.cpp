@@ -197,6 +197,7 @@ struct Planned {
     int num_splits = 1;
     int pack_gqa_log2 = 0;
     int tile = 0;  // tuning::Fa3ForwardTile, or of the kernel for few queries Fa3DecodeTile
+    int clusters_by_length = 0;
     int l2_group_heads = 0;
     int tiles_at_once = 0;
     bool changes_scores = false;  // the kernel
@@ -355,6 +356,7 @@ struct Problem {
         found.num_splits = params.num_splits;
         found.changes_scores = params.changes_scores;
         found.pack_gqa_log2 = params.pack_gqa_log2;
+        found.clusters_by_length = plan.kernel.by_length.clusters;
         found.tile = plan.kernel.decode_tile ? static_cast<int>(*plan.kernel.decode_tile)
                                              : static_cast<int>(plan.kernel.tile);
         found.l2_group_heads = params.tile_order.l2_group_heads;
@@ -422,6 +424,7 @@ PYBIND11_MODULE(MODULE, m) {
         .def_readonly("copies", &Planned::copies)
         .def_readonly("num_splits", &Planned::num_splits)
         .def_readonly("pack_gqa_log2", &Planned::pack_gqa_log2)
+        .def_readonly("clusters_by_length", &Planned::clusters_by_length)
         .def_readonly("tile", &Planned::tile)
         .def_readonly("l2_group_heads", &Planned::l2_group_heads)
         .def_readonly("tiles_at_once", &Planned::tiles_at_once)

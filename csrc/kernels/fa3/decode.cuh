@@ -26,6 +26,7 @@
 #include "kernels/common/launch.cuh"
 #include "kernels/common/softmax.cuh"
 #include "kernels/fa3/decode_scales.cuh"
+#include "kernels/fa3/tile_by_length.cuh"
 #include "problem/key_rows.cuh"
 #include "problem/score.cuh"
 #include "ptx/cluster.cuh"
@@ -44,6 +45,7 @@ struct Fa3DecodeParams : ForwardParams {
     unsigned long long epoch;  // of the counters
     float exponent_scale;
     int cluster;  // splits of one; with 16 bits all or kMaxClusterSplits
+    SplitsByLength by_length;
 };
 
 // Key: of K and V in memory. Element: of the matmuls; of Q and the output unless Key has 8 bits.
@@ -57,6 +59,8 @@ struct Fa3Decode {
     static constexpr int kThreads = 32 * kWarps;
     static constexpr int kStages = kTuning.stages;
     static constexpr int kCtasPerSm = kTuning.ctas_per_sm;
+    static constexpr bool kByLength = kTuning.by_length;
+    static constexpr bool kPages = contains(kOptions, OptionSet::kPages);
 
     using QTile = SharedTile<Element, kRows, kHeadDim>;
     using KTile = SharedTile<Key, kKeys, kHeadDim>;
@@ -83,6 +87,7 @@ struct Fa3Decode {
         char k[KTile::kBytes];
         char v[VTile::kBytes];
     };
+    struct None {};
     struct SharedStorage {
         union {
             Stage stages[kWarps][kStages];
@@ -96,6 +101,8 @@ struct Fa3Decode {
         bool last;  // is this CTA the last one to store its share?
         // V's descales, of 8 bits. They are loaded with Q: at the end nothing would hide the wait.
         alignas(16) float of_v[kBytes ? kHeadDimV : 1];
+        [[no_unique_address]] std::conditional_t<kByLength, TileByLength<kWarps, kKeys, kPages>,
+                                                 None> found;
     };
     static_assert(!kBytes || kHeadDimV <= kThreads);
     static_assert((sizeof(SharedStorage) + 1024) * kCtasPerSm <= 228 * 1024);
@@ -108,16 +115,9 @@ struct Fa3Decode {
     int first_query;   // of the tile
 
     FLASH_DEVICE explicit Fa3Decode(const Fa3DecodeParams& p) : params(p) {
-        // Varlen sequences are one batch. A head of a dense batch has one tile, unless K and V have
-        // 8 bits.
         const int number = tile_number();
-        const int heads = p.pack_gqa_log2 > 0 ? p.heads_k : p.heads_q;
-        const bool varlen = p.cu_seqlens_q != nullptr;
-        const int tiles = kBytes && !varlen ? p.tile_order.tiles / p.num_splits : 1;
-        const SequenceTile tile =
-            tile_of<true, Rows::kQueries, contains(kOptions, OptionSet::kPages)>(
-                p, varlen ? 0 : number / heads / tiles,
-                varlen ? number / heads : number / heads % tiles, queries());
+        const int heads = tile_heads();
+        const SequenceTile tile = find_tile(number, heads);
         sequence = tile.sequence;
         group = group_of(p);
         head = number % heads;
@@ -130,19 +130,40 @@ struct Fa3Decode {
         first_query = tile.tile * queries();
     }
 
+    FLASH_DEVICE int tile_heads() const {
+        return params.pack_gqa_log2 > 0 ? params.heads_k : params.heads_q;
+    }
+
+    // Varlen sequences are one batch. A head of a dense batch has one tile, unless K and V have 8
+    // bits.
+    FLASH_DEVICE SequenceTile find_tile(int number, int heads) const {
+        if constexpr (kByLength)
+            return storage.found.find(params, params.by_length, number / heads, queries());
+        const bool varlen = params.cu_seqlens_q != nullptr;
+        const int tiles = kBytes && !varlen ? params.tile_order.tiles / params.num_splits : 1;
+        return tile_of<true, Rows::kQueries, kPages>(
+            params, varlen ? 0 : number / heads / tiles,
+            varlen ? number / heads : number / heads % tiles, queries());
+    }
+
     // --- The splits of the tile: each a CTA of one of its clusters ---
 
     FLASH_DEVICE int clusters() const {
+        if constexpr (kByLength) return storage.found.work.clusters;
         return kBytes ? static_cast<unsigned>(params.num_splits) / params.cluster
                       : decode_clusters(params.num_splits);
     }
     FLASH_DEVICE int ctas() const {
         return kBytes ? params.cluster : min_of(params.num_splits, kMaxClusterSplits);
     }
+    FLASH_DEVICE int splits() const { return kByLength ? clusters() * ctas() : params.num_splits; }
+    // By length, the number of the cluster.
     FLASH_DEVICE int tile_number() const {
+        if constexpr (kByLength) return ptx::cluster_id();
         return clusters() == 1 ? ptx::cluster_id() : ptx::cluster_id() / clusters();
     }
     FLASH_DEVICE int cluster() const {
+        if constexpr (kByLength) return storage.found.work.cluster;
         return clusters() == 1 ? 0 : ptx::cluster_id() % clusters();
     }
     FLASH_DEVICE int split() const { return cluster() * ctas() + ptx::cta_rank(); }
@@ -315,12 +336,12 @@ struct Fa3Decode {
         const BandMask mask = mask_of(params, sequence);
         const VisibleTiles blocks =
             split_of(VisibleTiles::of_queries(mask, {first_query, first_query + queries()}, kKeys),
-                     split(), params.num_splits);
+                     split(), splits());
         int block = blocks.begin + warp_id();
         Keys keys = key_rows<kOptions>(params, sequence);
         if constexpr (kBytes && contains(kOptions, OptionSet::kPages))  // unsigned saves a register
-            keys.table = params.pages.table +
-                         static_cast<unsigned>(sequence.index()) * params.pages.stride;
+            keys.table =
+                params.pages.table + static_cast<unsigned>(sequence.index()) * params.pages.stride;
         KeyLoads loads(params, keys, blocks, block, head_k);
         auto& stages = storage.stages[warp_id()];
         constexpr int kPending = 2 * kStages - 1;  // groups after the one that is needed
@@ -511,11 +532,41 @@ struct Fa3Decode {
     // --- Several clusters ---
 
     FLASH_DEVICE Partial* of_clusters() const {
-        return reinterpret_cast<Partial*>(params.o_partial) + int64_t{tile_number()} * clusters();
+        auto* all = reinterpret_cast<Partial*>(params.o_partial);
+        if constexpr (kByLength) return all + first_stored();
+        return all + int64_t{tile_number()} * clusters();
+    }
+    // By length: the index of the tile's first cluster in memory.
+    FLASH_DEVICE int64_t first_stored() const {
+        return int64_t{tile_number() % tile_heads()} * params.by_length.most() +
+               storage.found.work.stored;
     }
     // How many clusters have stored this CTA's share.
     FLASH_DEVICE EpochCounter stored() const {
-        return {params.counters + int64_t{tile_number()} * ctas() + ptx::cta_rank(), params.epoch};
+        int64_t tile = 0;
+        if constexpr (kByLength) {
+            tile = first_stored();
+        } else {
+            tile = tile_number();
+        }
+        return {params.counters + tile * ctas() + ptx::cta_rank(), params.epoch};
+    }
+
+    // By length there are any number of clusters, of which some are combined at a time.
+    template <class Load>
+    FLASH_DEVICE Four combine_clusters_of(Load load) const {
+        if constexpr (kByLength) {
+            constexpr int kAtOnce = 8;
+            Four all{-INFINITY, 0.f, {}};
+#pragma unroll 1
+            for (int first = 0; first < clusters(); first += kAtOnce)
+                all = combine<kAtOnce + 1>(min_of(clusters() - first, kAtOnce) + 1, [&](int i) {
+                    return i == 0 ? all : load(first + i - 1);
+                });
+            return all;
+        } else {
+            return combine<kMaxClusters>(clusters(), load);
+        }
     }
 
     // The share of this CTA, over the clusters, if it is the last one to store it.
@@ -528,7 +579,7 @@ struct Fa3Decode {
         const Partial* partials = of_clusters();
         for_each_four(rows(), ptx::cta_rank(), ctas(), [&](int row, int col) {
             const auto load = [&](int i) { return load_four(partials[i], row, col); };
-            store_result(row, col, combine<kMaxClusters>(clusters(), load));
+            store_result(row, col, combine_clusters_of(load));
         });
     }
 
@@ -570,16 +621,20 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerSm)
 template <class Element, class Key, tuning::Fa3DecodeRow kRow>
 cudaError_t launch_decode(const ForwardParams& call, const ForwardKernel& kernel,
                           cudaStream_t stream) {
-    const Fa3DecodeParams params{call, launch_epoch(), exponent_scale(call), kernel.decode_cluster};
+    const Fa3DecodeParams params{call, launch_epoch(), exponent_scale(call), kernel.decode_cluster,
+                                 kernel.by_length};
     using enum tuning::Fa3DecodeTile;
     return dispatch_options<kRow.options>(kernel.options, [&](auto options) {
         return dispatch<kFewRows, kManyKeys, kManyRows>(*kernel.decode_tile, [&](auto tile) {
-            using Kernel = Fa3Decode<Element, Key, kRow.head_dims.qk, kRow.head_dims.v,
-                                     options.value, tuning::fa3_decode_shape(kRow, tile)>;
-            return launch_kernel<fa3_decode_kernel<Kernel>>(
-                work_tile_count(params.tile_order), Kernel::kThreads,
-                sizeof(typename Kernel::SharedStorage), params, stream,
-                {.pdl = true, .cluster = params.cluster});
+            return dispatch<false, true>(kernel.by_length.clusters > 0, [&](auto by_length) {
+                using Kernel =
+                    Fa3Decode<Element, Key, kRow.head_dims.qk, kRow.head_dims.v, options.value,
+                              tuning::fa3_decode_shape(kRow, tile, by_length)>;
+                return launch_kernel<fa3_decode_kernel<Kernel>>(
+                    work_tile_count(params.tile_order), Kernel::kThreads,
+                    sizeof(typename Kernel::SharedStorage), params, stream,
+                    {.pdl = true, .cluster = params.cluster});
+            });
         });
     });
 }

@@ -146,12 +146,20 @@ inline int64_t (*shuffle)(int64_t x, int lane) = nullptr;
 }
 template <class T>
 T __shfl_sync(uint32_t, T x, int lane, int = 32) {
-    if constexpr (std::is_integral_v<T>)
+    if constexpr (std::is_integral_v<T>) {
         if (device::shuffle != nullptr) return static_cast<T>(device::shuffle(x, lane));
+        if (device::exchange != nullptr)
+            return static_cast<T>(device::exchange(x)[threadIdx.x / 32 * 32 + lane]);
+    }
     return x;
 }
 template <class T>
-T __shfl_up_sync(uint32_t, T x, int, int = 32) {
+T __shfl_up_sync(uint32_t, T x, int distance, int = 32) {
+    if constexpr (std::is_integral_v<T>) {
+        const int before = static_cast<int>(threadIdx.x % 32) < distance ? 0 : distance;
+        if (device::exchange != nullptr)
+            return static_cast<T>(device::exchange(x)[threadIdx.x - before]);
+    }
     return x;
 }
 inline bool __any_sync(uint32_t, bool x) { return x; }

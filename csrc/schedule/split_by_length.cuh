@@ -1,0 +1,68 @@
+// Splits by length: the longer a sequence, the more splits it has, so that all are about equally
+// long, whatever the lengths are. They are on the device, so each CTA finds its split itself, by
+// two passes over the sequences: the sum of their lengths, then a prefix sum of their splits. The
+// host knows no more than how many splits there can be.
+//
+// The splits are clusters of CTAs here, as decode.cuh has them. Lengths are in blocks of keys.
+#pragma once
+
+#include "schedule/split_kv.cuh"
+#include "tile/register_tile.cuh"
+
+namespace flash_ext {
+
+// The Q tiles of a sequence, and the blocks of keys that each of them sees at most.
+struct SequenceWork {
+    int tiles;
+    int blocks;
+};
+
+// The work of a cluster.
+struct ClusterWork {
+    int number;   // of the sequence; negative: there is none
+    int tile;     // of the sequence
+    int cluster;  // of those of the tile, which are `clusters`
+    int clusters;
+    int stored;  // of the tile's first cluster, its index among those of tiles with several
+};
+
+// The inclusive prefix sum over the lanes of a warp.
+FLASH_DEVICE int warp_prefix_sum(int x) {
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+        const int before = __shfl_up_sync(0xffffffff, x, distance);
+        if (lane_id() >= distance) x += before;
+    }
+    return x;
+}
+
+// Cluster `index` of a head. By a warp. work_of(number) is what a sequence has.
+template <class WorkOf>
+FLASH_DEVICE ClusterWork find_cluster_work(int index, int sequences, int length, WorkOf work_of) {
+    int before = 0, stored_before = 0;
+#pragma unroll 1
+    for (int first = 0; first < sequences; first += 32) {
+        const int number = first + lane_id();
+        const SequenceWork work = number < sequences ? work_of(number) : SequenceWork{0, 0};
+        const int clusters = SplitsByLength::of_tile(work.blocks, length);
+        const int own = work.tiles * clusters;
+        const int own_stored = clusters > 1 ? own : 0;
+        const int end = before + warp_prefix_sum(own);
+        const int stored_end = stored_before + warp_prefix_sum(own_stored);
+        const unsigned past = __ballot_sync(0xffffffff, end > index);
+        if (past != 0) {
+            const int lane = __ffs(past) - 1;
+            const auto of_lane = [&](int x) { return __shfl_sync(0xffffffff, x, lane); };
+            const int of_each = of_lane(clusters);
+            const int within = index - of_lane(end - own);
+            const int tile = within / of_each;
+            return {first + lane, tile, within - tile * of_each, of_each,
+                    of_lane(stored_end - own_stored) + tile * of_each};
+        }
+        before = __shfl_sync(0xffffffff, end, 31);
+        stored_before = __shfl_sync(0xffffffff, stored_end, 31);
+    }
+    return {-1, 0, 0, 1, 0};
+}
+
+}  // namespace flash_ext
