@@ -370,6 +370,40 @@ def test_alibi_is_a_bias_of_distances(causal: bool, alibi: str, variant: str, de
     assert_same(outputs(problem, inputs, variant), expected)
 
 
+@pytest.mark.parametrize(
+    "problem",
+    (
+        Problem(1, 300, 700, 2, 2, 64, alibi="h"),
+        Problem(1, 700, 300, 2, 1, 128, torch.float16, alibi="h"),
+        Problem(1, 500, 900, 2, 2, 64, alibi="h", window=(400, -1), logit_gain=8.0),
+        Problem(lengths_q=(300, 0, 500), lengths_k=(700, 9, 300), alibi="bh", causal=True),
+    ),
+    ids=str,
+)
+def test_alibi_on_both_sides_of_the_diagonal(problem: Problem, variant: str, device: str) -> None:
+    """Tiles that need no mask, before, on and after the diagonal."""
+    check(problem, variant, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "problem",
+    (
+        *(
+            Problem(2, 1100, 1300, 16, 16, d, alibi="bh", causal=causal)
+            for d in (64, 128)
+            for causal in (False, True)
+        ),
+        Problem(2, 1100, 1300, 16, 4, 64, torch.float16, softcap=5.0, logit_gain=8.0),
+        Problem(2, 1100, 1300, 16, 4, 64, causal=True, dropout_p=0.17),
+    ),
+    ids=str,
+)
+def test_options_of_many_tiles(problem: Problem, variant: str) -> None:
+    """More of them than the GPU has SMs: fa3's usual tiles, and not the small ones."""
+    check(problem, variant, "cuda")
+
+
 @pytest.mark.options(bias="1h1k")
 def test_sink_is_a_first_key_without_a_value(variant: str, device: str) -> None:
     """A key of score `sink` and value 0, here through a bias on a key of zeros."""

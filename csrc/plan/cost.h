@@ -122,24 +122,22 @@ inline int64_t backward_bytes_per_head(const BackwardParams& params, HeadDims di
 }
 
 // The order of KV tiles, if dQ is summed in HBM. In deterministic mode the tiles of a head add to a
-// Q tile in turn, so each is a few iterations after the one before, once for all of the run if
-// tiles are equal: then some tiles of a head run at the same time, and Q, dO and dQ come from L2.
-// Under a mask a tile waits for the longer ones before it to reach its first queries: all heads
-// interleave, so that as few of a head as possible run at the same time
-// (docs/notes/031-options.md).
+// Q tile in turn, so each begins a few iterations after the one before. The more of a head run at
+// the same time, the longer they wait at first, and under a mask, where the one before has more
+// queries that come first; the fewer, the more heads' Q, dO and dQ are to fit in L2. Measured:
+// docs/notes/031-options.md.
 inline TileOrder backward_tile_order(const BackwardParams& params, const MaskSummary& mask,
                                      int block_kv, HeadDims dims, int ctas_per_sm,
                                      const GpuModel& gpu) {
-    constexpr int kTilesInTurn = 8;  // of a head, at the same time
     const bool differ = mask.is_masked() || params.cu_seqlens_q != nullptr;
     TileOrder order =
         make_tile_order(tile_numbers(params, params.seqlen_k, block_kv), params.heads_k,
-                        tensor_batches(params), differ || params.deterministic,
-                        params.deterministic ? 0 : backward_bytes_per_head(params, dims),
+                        tensor_batches(params), differ, backward_bytes_per_head(params, dims),
                         ctas_per_sm, gpu, l2_group_waves(params, mask.is_masked()));
-    if (params.deterministic && !differ) {
+    if (params.deterministic) {
+        const int in_turn = differ ? 4 : 8;  // tiles of a head
         const int heads = order.heads * order.batch;
-        const int groups = max_of(heads * kTilesInTurn / gpu.sms, 1);
+        const int groups = max_of((heads * in_turn + gpu.sms / 2) / gpu.sms, 1);
         order.l2_group_heads = max_of(ceil_div(heads, groups), 1);
     }
     return order;

@@ -416,8 +416,6 @@ void plan_fa3_backward(BackwardPlan& plan) {
     const BackwardParams of_parts = with_parts_as_heads(params);
     if (wide) return plan_wide_backward(plan, of_parts);
     params.tile_order = backward_tile_order(of_parts, plan.mask, block_kv, dims, 1, gpu);
-    params.tile_order.l2_group_heads =
-        forced("FLASH_EXT_FORCE_HEADS").value_or(params.tile_order.l2_group_heads);
     if (params.tile_mask.kv_tiles == nullptr) {  // otherwise a Q tile may be in no list
         kernel.lead = lead_of(of_parts, plan.mask, params.tile_order, dims, gpu);
         params.dq_accum_zeroed = kernel.lead == 0 && !params.deterministic;

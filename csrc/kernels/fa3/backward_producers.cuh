@@ -266,7 +266,8 @@ struct Fa3BackwardProducers : Fa3Cta<std::conditional_t<contains(kOptions, Optio
     // Adds dQ of the consumers to dq_accum; in deterministic mode KV tiles add in ascending order.
     // If dq_accum is not zeroed, the first KV tile of a Q tile stores. params.dq_semaphore counts
     // the KV tiles that have stored or added, if others wait for them; these were all fetched
-    // earlier. tiles_done() counts KV tiles for the postprocess pass.
+    // earlier, and none of them waits for this one. So this one may keep counts while it waits.
+    // tiles_done() counts KV tiles for the postprocess pass.
     //
     // An addition is visible after one to three microseconds, a fence and the wait for a count take
     // most of one each, and an iteration takes two. So a Q tile is counted before the additions to
