@@ -63,20 +63,34 @@ void plan_bias(Plan& plan) {
     plan.workspace.reserve(tiled.data, tiled.element_bytes * elements);
 }
 
-// Can the backward with the kernels that the plan has chosen store dbias itself?
-StoredDBias stored_dbias(const BackwardPlan& plan) {
-    using enum StoredDBias;
+// Can the backward itself write dbias, and where?
+void plan_dbias(BackwardPlan& plan) {
     const BackwardParams& params = plan.params;
     const Bias& bias = params.bias;
-    const bool is_float32 = bias.type == BiasType::kFloat32;
-    if (params.dbias == nullptr || params.dbias_factor != 1.f) return kNo;
-    if (bias.sizes[2] != params.seqlen_q || bias.sizes[3] != params.seqlen_k) return kNo;
-    if (reinterpret_cast<uintptr_t>(params.dbias) % 16 != 0 ||
-        bias.sizes[3] * plan.kernel.bias.element_bytes % 16 != 0)
-        return kNo;
+    BackwardKernel& kernel = plan.kernel;
+    if (params.dbias == nullptr || bias.sizes[2] != params.seqlen_q ||
+        bias.sizes[3] != params.seqlen_k)
+        return;
+    // Three terms would be added in any order. For those of float32 there are no registers.
     const int terms = params.batch / bias.sizes[0] * (params.heads_q / bias.sizes[1]);
-    // Three would be added in any order. Of float32 there are no registers for additions.
-    return terms == 1 ? kStored : terms == 2 && !is_float32 ? kAdded : kNo;
+    if (terms > (kernel.bias.element_bytes == 4 ? 1 : 2)) return;
+    kernel.stored_dbias = terms == 1 ? StoredDBias::kStored : StoredDBias::kAdded;
+    kernel.hides_tiles = plan.mask.is_masked();
+    TiledBias& dbias = kernel.dbias;
+    dbias.element_bytes = kernel.bias.element_bytes;
+    const int64_t chunk = 16 / dbias.element_bytes;
+    int64_t elements = 1;
+    for (const int dim : {3, 2, 1, 0}) {
+        dbias.broadcast[dim] = bias.sizes[dim] == 1;
+        dbias.sizes[dim] = bias.sizes[dim];
+        if (dim < 3) dbias.strides[dim] = elements;
+        elements *= dim == 3 ? ceil_div<int64_t>(bias.sizes[dim], chunk) * chunk : bias.sizes[dim];
+    }
+    const bool elsewhere =
+        bias.sizes[3] % chunk != 0 || reinterpret_cast<uintptr_t>(params.dbias) % 16 != 0;
+    dbias.is_copy = elsewhere || params.dbias_factor != 1.f;
+    dbias.data = params.dbias;
+    if (elsewhere) plan.workspace.reserve(dbias.data, dbias.element_bytes * elements);
 }
 
 // Of the call with its rows in aligned copies.
@@ -405,8 +419,7 @@ void plan_fa3_backward(BackwardPlan& plan) {
                       choose_kernel(plan, tuning::kFa3BackwardWide, options_of(params));
     const HeadDims dims = kernel.head_dims;
     plan_bias(plan);
-    kernel.stored_dbias = stored_dbias(plan);
-    kernel.hides_tiles = plan.mask.is_masked();
+    plan_dbias(plan);
     const int block_kv = wide ? tuning::kFa3BackwardWideBlock : tuning::kFa3BackwardBlockKV;
     split_heads(plan, params.tile_mask.kv_tiles == nullptr
                           ? choose_parts(params, plan.mask,
@@ -437,6 +450,8 @@ cudaError_t run_fa3_backward(const BackwardPlan& plan, cudaStream_t stream) {
         status = dispatch_head_dims<tuning::kFa3BackwardWide>(dims, [&](auto dim, auto dim_v) {
             return fa3_backward_wide<dim, dim_v>(params, plan.kernel, stream);
         });
+    if (status == cudaSuccess && plan.kernel.dbias.is_copy)
+        status = copy_dbias(params, plan.kernel.dbias, stream);
     if (status != cudaSuccess || params.parts == 1) return status;
     return sum_parts(params, plan.dk, plan.dv, stream);
 }

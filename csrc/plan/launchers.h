@@ -81,6 +81,7 @@ struct BackwardKernel {
     int lead = 0;  // see lead_of()
     TiledBias bias;
     StoredDBias stored_dbias = StoredDBias::kNo;
+    TiledBias dbias;           // where; is_copy: it is then copied to params.dbias
     bool hides_tiles = false;  // may the mask?
     // FA3 for wide heads. The dS of ds_heads heads of K and V is stored at a time; the last ones
     // may be fewer. 0: the dQ kernel computes dS again.
@@ -147,6 +148,9 @@ cudaError_t copy_rows(const RowCopies& copies, bool back, cudaStream_t stream);
 // Before a pass of FA3 whose bias is a copy.
 cudaError_t tile_bias(const Bias& bias, ElementType type, const TiledBias& copy,
                       cudaStream_t stream);
+
+// After a backward of FA3 that has stored dbias elsewhere, or without its factor.
+cudaError_t copy_dbias(const BackwardParams& params, const TiledBias& stored, cudaStream_t stream);
 
 // Before a forward in FP8 whose kernel does not transpose V itself: makes params.v.
 cudaError_t transpose_v(const ForwardParams& params, const TensorView& row_major,

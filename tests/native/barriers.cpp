@@ -239,13 +239,11 @@ cudaError_t backward(const Shape& call) {
         params.tile_order =
             tile_order_of(params, params.seqlen_k, Kernel::kBlockKV, params.heads_k);
         const TiledBias bias = bias_of(params, kMayBeFloat32);
-        params.bias.type = bias.element_bytes == 4 ? BiasType::kFloat32 : BiasType::kElement;
-        std::ranges::copy(bias.sizes, params.bias.sizes);
-        params.dbias = global;
         return launch_fa3_backward<Kernel>(params,
                                            {.gpu = {.sms = kSms},
                                             .bias = bias,
                                             .stored_dbias = StoredDBias::kStored,
+                                            .dbias = bias,
                                             .hides_tiles = true},
                                            nullptr);
     });

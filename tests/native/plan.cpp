@@ -138,6 +138,9 @@ cudaError_t bias_gradient(BackwardParams, cudaStream_t) { return note("bias_grad
 cudaError_t combine_splits(const ForwardParams&, HeadDims, cudaStream_t, bool pdl) {
     return note(pdl ? "combine_splits, pdl" : "combine_splits");
 }
+cudaError_t copy_dbias(const BackwardParams&, const TiledBias&, cudaStream_t) {
+    return note("copy_dbias");
+}
 cudaError_t transpose_v(const ForwardParams&, const TensorView&, cudaStream_t) {
     return note("transpose_v");
 }
@@ -392,6 +395,7 @@ struct Problem {
                               {"tile_count_semaphore", &params.tile_count_semaphore},
                               {"ds", &plan.kernel.ds},
                               {"bias", &plan.kernel.bias.data},
+                              {"dbias", &plan.kernel.dbias.data},
                               {"q", &params.q.data},
                               {"k", &params.k.data},
                               {"v", &params.v.data},

@@ -1,5 +1,6 @@
-// A copy of a bias that TMA can load in tiles, see kernels/fa3/bias_tiles.cuh. A thread has eight
-// numbers of a row. Memory is the limit.
+// A copy of a bias that TMA can load in tiles, see kernels/fa3/bias_tiles.cuh; a thread has eight
+// numbers of a row. And dbias from rows that TMA has stored, which may be dbias itself; a CTA has a
+// row. Memory is the limit.
 #pragma once
 
 #include "kernels/common/launch.cuh"
@@ -61,6 +62,44 @@ cudaError_t tile_bias(const Bias& bias, ElementType type, const TiledBias& copy,
         return bias.type == BiasType::kFloat32 ? launch(float{}, float{})
                : bias.type == BiasType::kBool  ? launch(element, bool{})
                                                : launch(element, element);
+    });
+}
+
+struct CopyDBiasParams {
+    const void* stored;
+    int64_t stored_row;  // its stride
+    void* dbias;
+    int cols;
+    float factor;
+};
+
+template <class Number>
+__global__ void __launch_bounds__(kTileBiasThreads)
+    copy_dbias_kernel(const __grid_constant__ CopyDBiasParams params) {
+    const auto* from = static_cast<const Number*>(params.stored) + blockIdx.x * params.stored_row;
+    auto* to = static_cast<Number*>(params.dbias) + int64_t{blockIdx.x} * params.cols;
+#pragma unroll 4
+    for (int col = threadIdx.x; col < params.cols; col += kTileBiasThreads) {
+        const float x = ptx::to_float(from[col]) * params.factor;
+        if constexpr (sizeof(Number) == 4) {
+            to[col] = x;
+        } else {
+            to[col] = ptx::from_float<Number>(x);
+        }
+    }
+}
+
+cudaError_t copy_dbias(const BackwardParams& params, const TiledBias& stored, cudaStream_t stream) {
+    const int (&sizes)[4] = params.bias.sizes;
+    return dispatch_element(params.element_type, [&](auto element) {
+        const auto launch = [&](auto number) {
+            return launch_kernel<copy_dbias_kernel<decltype(number)>>(
+                int64_t{sizes[0]} * sizes[1] * sizes[2], kTileBiasThreads, 0,
+                CopyDBiasParams{stored.data, stored.strides[2], params.dbias, sizes[3],
+                                params.dbias_factor},
+                stream);
+        };
+        return stored.element_bytes == 4 ? launch(float{}) : launch(element);
     });
 }
 

@@ -35,6 +35,16 @@ struct BiasStorage<Tile, 0> {
     using Pipeline = flash_ext::Pipeline<1, Tile::kBytes>;
 };
 
+// A map of tiles of the bias, or of its gradient.
+template <class Tile>
+cudaError_t encode_tensor_map(CUtensorMap& map, const TiledBias& bias) {
+    cuuint64_t sizes[4], strides[3];  // in bytes; of a single index never used, but needed
+    for (int i = 0; i < 4; ++i) sizes[i] = bias.sizes[3 - i];
+    for (int i = 0; i < 3; ++i)
+        strides[i] = max_of<int64_t>(bias.element_bytes * bias.strides[2 - i], 16);
+    return encode_tensor_map<Tile>(map, bias.data, sizes, strides, Tile::kRows);
+}
+
 // What a kernel's params have besides, with a bias. The steps are 0 where one index is for all.
 struct BiasMap {
     CUtensorMap map;  // of (B, Hq, Sq, Sk)
@@ -57,12 +67,7 @@ struct BiasMap {
         head_step = step(1);
         row_step = step(2);
         col_step = step(3);
-        cuuint64_t sizes[4], strides[3];  // in bytes; of a single index never used, but needed
-        for (int i = 0; i < 4; ++i) sizes[i] = bias.sizes[3 - i];
-        for (int i = 0; i < 3; ++i)
-            strides[i] = max_of<int64_t>(bias.element_bytes * bias.strides[2 - i], 16);
-        return is_float32 ? encode_tensor_map<Half>(map, bias.data, sizes, strides, Tile::kRows)
-                          : encode_tensor_map<Tile>(map, bias.data, sizes, strides, Tile::kRows);
+        return is_float32 ? encode_tensor_map<Half>(map, bias) : encode_tensor_map<Tile>(map, bias);
     }
 
     // Loads a tile.
