@@ -33,6 +33,8 @@ APPENDIX: dict[str, tuple[tuple[str, ...], tuple[Callable[[Path], Iterator[str]]
     "Memory": ((), (subjects.memory_section,)),
     "Training": ((), (subjects.training_section,)),
     "What options cost": ((), (subjects.options_section,)),
+    "Masks": ((), (subjects.masks_section,)),
+    "Serving": ((), (subjects.serving_section,)),
     "Many GPUs": ((), (subjects.distributed_section,)),
 }
 

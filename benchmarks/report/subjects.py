@@ -1,4 +1,4 @@
-"""The tables of everything but speed: memory, FP8's errors, training, options, many GPUs.
+"""The tables of everything but speed: memory, training, options, masks, serving, many GPUs.
 
 Each section yields the parts of one GPU, and nothing if its subject was not measured there.
 """
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cells import GRID
-from common import Json
+from common import SHAPES, Json
 from options import BIAS_PEERS, MEASURED, MIXED, OPTIONS, PLAIN, REPEATS, TABLES
 from providers import LABELS
 
@@ -18,6 +18,10 @@ from .tables import NO, Entry, load, mask_of, pivot, provenance, select, size_na
 
 PASSES = ("forward", "backward")
 MIXED_LABELS = {"as drawn": "flash_ext", "varlen_attn": "torch's varlen_attn"}
+MASK_PEERS = {"flex": "FlexAttention", "efficient": "SDPA efficient", "cudnn": "SDPA cuDNN"}
+SERVING = SHAPES["serving"]
+SERVING_PEERS = {"batch_invariant": "batch-invariant", "flash": "SDPA flash",
+                 "varlen_attn": "torch's varlen_attn", "cudnn": "cuDNN, pages"}  # fmt: skip
 
 
 def memory_table(folder: Path, *directions: str) -> str:
@@ -198,6 +202,69 @@ def bias_table(cells: list[Json]) -> str:
                 yield (shape,), "both, peer over fa3", f"{min(peers) / sum(both['fa3']):.2f}"
 
     return pivot(["shape"], entries())
+
+
+# ---------------------------------------------------------------------------- masks, serving
+def over(times: Json, peer: str, own: str) -> str:
+    """How many times a peer's time is of a call's."""
+    both = [times.get(name, {}).get("ms") for name in (peer, own)]
+    return f"{both[0] / both[1]:.2f}" if all(both) else NO
+
+
+def masks_section(folder: Path) -> Iterator[str]:
+    """A line for each mask and direction of masks.py."""
+    rows = load("masks", folder)
+
+    def entries() -> Iterator[Entry]:
+        for c in rows:
+            heads = f"{c['heads']}/{c['kv_heads']} heads of {c['d']}"
+            for way, words in (("forward", "forward"), ("both", "forward and backward")):
+                own, times = f"flash_ext {way}", c["results"]
+                line = f"{c['name']}, {c['batch']} x {c['seqlen']}, {heads}", words
+                if "ms" in times.get(own, {}):
+                    yield line, "blocks seen", f"{c['density']:.0%}"
+                    yield line, "µs", f"{times[own]['ms'] * 1e3:,.0f}"
+                    yield line, "over no mask", over(times, own, f"no mask {way}")
+                    for name, label in MASK_PEERS.items():
+                        yield line, label, over(times, f"{name} {way}", own)
+                    yield line, "to make, µs", f"{times['make']['ms'] * 1e3:.0f}"
+
+    if rows:
+        yield (
+            f"{provenance(rows)}. The mask's time over the same call's without one; and how many"
+            " times as long FlexAttention and SDPA's backends with the bool mask need."
+        )
+        yield pivot(["mask", ""], entries())
+
+
+def serving_section(folder: Path) -> Iterator[str]:
+    """A line for each cell of serving.py, by table and sizes."""
+    rows = load("serving", folder)
+
+    def entries() -> Iterator[Entry]:
+        for c in sorted(rows, key=lambda c: (list(SERVING["tables"]).index(c["table"]), c["d"],
+                                             c["seqlen_q"], c["batch"], c["page"])):  # fmt: skip
+            times = c["providers"]
+            more = f", one of them {c['longest']} times as long" if "longest" in c else ""
+            queries = f"{c['seqlen_q']} quer{'ies' if c['seqlen_q'] > 1 else 'y'}"
+            what = f"{c['table']}, d {c['d']}, {queries}, {c['batch']} x {c['seqlen']:,} keys"
+            line = what + more, f"pages of {c['page']}" if c["page"] else "dense"
+            if "ms" in times["flash_ext"]:
+                yield line, "µs", f"{times['flash_ext']['ms'] * 1e3:,.1f}"
+                yield line, "TB/s", f"{times['flash_ext']['tbps']:.2f}"
+                yield line, "over dense", over(times, "flash_ext", "dense")
+                for name, label in SERVING_PEERS.items():
+                    if (text := over(times, name, "flash_ext")) != NO:
+                        yield line, label, text
+
+    if rows:
+        first = rows[0]
+        yield (
+            f"{provenance(rows)}. {first['heads']}/{first['kv_heads']} heads, bf16, each call in a"
+            " CUDA graph. TB/s: of K and V. The time over that on a dense cache; and how many times"
+            " as long the others need, SDPA's on a dense cache."
+        )
+        yield pivot(["call", "cache"], entries())
 
 
 # ----------------------------------------------------------------------------------- many GPUs
