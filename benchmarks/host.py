@@ -40,7 +40,6 @@ def times(timer: Timer, providers: list[Provider], gradients: bool) -> Json:
 
 
 def main() -> int:
-    """Run; the exit status is 1 if a variant of flash_ext failed."""
     args = command_line(__doc__, PEERS_TIMED).parse_args()
     recorder = common.begin("host", args)
     names = args.variants or running(recorder.device)

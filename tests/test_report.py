@@ -21,7 +21,7 @@ from flash_ext.bench.__main__ import parse
 common = gpu_test_report.common
 import results  # noqa: E402
 from report import __main__ as report  # noqa: E402
-from report import figures, front, subjects, support, tables  # noqa: E402
+from report import figures, speed, subjects, support, tables  # noqa: E402
 from results import Json  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -117,7 +117,7 @@ def test_front_page_has_the_numbers_of_these_kernels(
     other = copied.with_name("gpu-b")
     shutil.copytree(copied, other)
     monkeypatch.setattr(results, "is_current", lambda subject, setup: False)
-    assert front.front_section().count(" the speed of the best peer (") == 4
+    assert speed.front_section().count(" the speed of the best peer (") == 4
     lines = results.read(other / "compare.jsonl")
     for line in lines:
         line["setup"] |= {"kernels": "now", "device": "B"}
@@ -127,7 +127,7 @@ def test_front_page_has_the_numbers_of_these_kernels(
     (other / "compare.jsonl").unlink()
     results.append(other / "compare.jsonl", lines)
     monkeypatch.setattr(results, "is_current", lambda subject, s: s["kernels"] == "now")
-    assert front.front_section().count(" the speed of SDPA cuDNN (") == 2
+    assert speed.front_section().count(" the speed of SDPA cuDNN (") == 2
 
 
 def test_the_front_page_shows_what_bench_prints() -> None:
@@ -138,7 +138,7 @@ def test_the_front_page_shows_what_bench_prints() -> None:
     where, _, _, command, title, _, *rows = block.splitlines()
     (shape,) = parse(["--device", "cpu", "--full-size", *command.split()[4:]]).shapes
     assert title == f"forward, bfloat16: {shape}"
-    cell = next(c for c in tables.load("compare", MAIN) if front.SAMPLE.items() <= c.items())
+    cell = next(c for c in tables.load("compare", MAIN) if speed.SAMPLE.items() <= c.items())
     assert cell["setup"]["device"] in where and cell["setup"]["kernels"] in where
     times = {n: x["ms"] for n, x in cell["providers"].items() if "ms" in x}
     assert {float(row[21:].split()[0]) for row in rows} == {

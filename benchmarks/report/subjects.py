@@ -5,6 +5,7 @@ Each section yields the parts of one GPU, and nothing if its subject was not mea
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,7 +47,6 @@ def memory_table(folder: Path, *directions: str) -> str:
 
 
 def memory_section(folder: Path) -> Iterator[str]:
-    """Peak extra memory over S."""
     if rows := load("memory", folder):
         yield f"{provenance(rows)}."
         yield memory_table(folder, "forward", "both")
@@ -54,9 +54,7 @@ def memory_section(folder: Path) -> Iterator[str]:
 
 # ----------------------------------------------------------------------------------------- FP8
 def fp8_errors_section(folder: Path) -> Iterator[str]:
-    """Errors of FP8 on inputs with outliers."""
     rows = select(load("fp8_errors", folder), experiment="outliers")
-
     entries = (
         ((name,), f"d {row['d']}, {row['seqlen']} keys", f"{r['rmse']:.1e} ({r['rmse_max']:.1e})")
         for row in rows for name, r in row["methods"].items()
@@ -71,17 +69,19 @@ SIZES = {"small": "GPT-2 small", "medium": "GPT-2 medium", "bert-large": "as BER
          "llama": "4 layers as Llama 3.1 8B's"}  # fmt: skip
 
 
+def size_of(cell: Json) -> str:
+    """A model and its sequence length."""
+    return f"{SIZES.get(cell['model'], cell['model'])}, S {cell['seqlen']}"
+
+
 def training_rows(folder: Path) -> list[Json]:
     """The cells, those without a mask first, then by width and S."""
-    rows = load("train", folder)
-    return sorted(rows, key=lambda c: (c["causal"], c["width"], c["seqlen"]))
+    return sorted(load("train", folder), key=lambda c: (c["causal"], c["width"], c["seqlen"]))
 
 
 def training_summary(folder: Path) -> str:
-    """Tokens per second of each attention."""
     entries = (
-        ((f"{SIZES.get(cell['model'], cell['model'])}, S {cell['seqlen']}",), LABELS[name],
-         f"{r['tokens_per_second']:,.0f}")
+        ((size_of(cell),), LABELS[name], f"{r['tokens_per_second']:,.0f}")
         for cell in training_rows(folder) for name, r in cell["providers"].items()
         if "tokens_per_second" in r
     )  # fmt: skip
@@ -96,8 +96,7 @@ def training_section(folder: Path) -> Iterator[str]:
         for cell in cells:
             base = cell["providers"].get("sdpa", {}).get("tokens_per_second")
             for name, r in cell["providers"].items():
-                line = f"{SIZES.get(cell['model'], cell['model'])}, S {cell['seqlen']}"
-                entry = line, LABELS[name]
+                entry = size_of(cell), LABELS[name]
                 if speed := r.get("tokens_per_second"):
                     yield entry, "tokens/s", f"{speed:,.0f}"
                     yield entry, "over SDPA", f"{speed / base:.2f}" if base else NO
@@ -107,10 +106,8 @@ def training_section(folder: Path) -> Iterator[str]:
                     yield entry, "tokens/s", "wrong" if r.get("wrong") else why
 
     if cells:
-        yield (
-            f"{provenance(cells, 'train')}. Median step, eager. Steps that the CPU could not"
-            " enqueue fast enough are left out."
-        )
+        left_out = "Steps that the CPU could not enqueue fast enough are left out."
+        yield f"{provenance(cells, 'train')}. Median step, eager. {left_out}"
         yield pivot(["size", "attention"], entries())
 
 
@@ -123,19 +120,14 @@ def options_section(folder: Path) -> Iterator[str]:
         return
     head_dims = sorted({c["d"] for c in select(rows, table="options")})
 
-    def ratio(name: str, variant: str, direction: str, d: int) -> str:
-        cells = select(rows, table="options", variant=variant, direction=direction, d=d)
-        found = [c["results"].get(name, {}) for c in sorted(cells, key=lambda c: c["causal"])]
-        texts = [f"{r['ratio']:.2f}" if "ratio" in r else NO for r in found]
-        return " / ".join(texts) if set(texts) != {NO} else NO
-
     def options() -> Iterator[Entry]:
-        for name in OPTIONS:
-            for variant, direction in MEASURED:
-                for d in head_dims:
-                    text = ratio(name, variant, direction, d)
-                    if name != PLAIN and text != NO:
-                        yield (f"{name}: {OPTIONS[name]}",), f"{variant} {direction}, d {d}", text
+        for name, (variant, direction), d in itertools.product(OPTIONS, MEASURED, head_dims):
+            cells = select(rows, table="options", variant=variant, direction=direction, d=d)
+            found = [c["results"].get(name, {}) for c in sorted(cells, key=lambda c: c["causal"])]
+            texts = [f"{r['ratio']:.2f}" if "ratio" in r else NO for r in found]
+            if name != PLAIN and set(texts) - {NO}:
+                column = f"{variant} {direction}, d {d}"
+                yield (f"{name}: {OPTIONS[name]}",), column, " / ".join(texts)
 
     def repeating() -> Iterator[Entry]:
         for c in select(rows, table="deterministic"):
@@ -155,11 +147,9 @@ def options_section(folder: Path) -> Iterator[str]:
                         yield line, label, f"{r['tflops']:.0f}"
 
     columns = (f"{v} {way}, d {d}" for v, way in MEASURED for d in head_dims)
-    first = rows[0]
-    yield (
-        f"{provenance(rows)}. Time over that of the plain call, full / causal: {first['dtype']}, B"
-        f" {first['batch']}, S {first['seqlen']}, {first['heads']} heads."
-    )
+    x = rows[0]
+    size = f"{x['dtype']}, B {x['batch']}, S {x['seqlen']}, {x['heads']} heads"
+    yield f"{provenance(rows)}. Time over that of the plain call, full / causal: {size}."
     yield pivot(["option"], options(), columns)
     yield (
         "Backward calls that repeat bit by bit, of the same shapes; SDPA's backends under"
@@ -303,7 +293,6 @@ def distributed_summary(folder: Path) -> str:
 
 
 def distributed_section(folder: Path) -> Iterator[str]:
-    """Everything of distributed.py."""
     if rows := distributed_rows(folder):
         yield (
             f"{provenance(rows, 'distributed')}. `distributed.py --help` says how this was"

@@ -54,7 +54,6 @@ def dates_of(folder: Path) -> list[str]:
 
 # --------------------------------------------------------------------------------- releases
 def tests_cell(row: Json) -> str:
-    """How the tests of a row ended."""
     tests = row.get("tests")
     if tests is None or "counts" not in tests:
         return row.get("unavailable") or row.get("failed") or UNKNOWN
@@ -85,7 +84,7 @@ def compat_section() -> str:
         return f"One wheel under several releases of torch: {UNKNOWN}."
     rows = []
     for name, row in found["rows"].items():
-        if name == "gpu" or name.startswith("nvcc "):
+        if ", " not in name:  # gpu, and those of nvcc
             continue
         torch, python = name.split(", ")
         probes = [row.get(x, False) for x in ("ops", "attention", "explain", "checksum")]
