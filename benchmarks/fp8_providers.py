@@ -126,16 +126,13 @@ class KeysAndValues:
 # ------------------------------------------------------------------------------------- providers
 @dataclass(frozen=True)
 class QuantizedProvider(Provider):
-    """Attention on inputs that were quantized before; only a `QuantizedWorkload` asks it."""
+    """Attention on inputs that were quantized before; only a `QuantizedWorkload` asks it, by
+    `prepare`, which makes the call to be timed."""
 
     attend: Attend = Tensor  # not called: `prepare` is
     limits: tuple[float, float] = (6e-2, 2e-1)  # P is rounded to e4m3
     fp8: bool = True
     quantize: Callable[[Tensor, Tensor, Tensor], Quantized] = METHODS[PER_TENSOR]
-
-    def prepare(self, x: Quantized, causal: bool) -> Callable[[], Tensor]:
-        """The call to be timed."""
-        raise NotImplementedError
 
     def unit(self, x: Quantized) -> float:
         """What a result is multiplied by."""

@@ -40,8 +40,7 @@ def measure(provider: Provider, direction: str, args: argparse.Namespace) -> Jso
     device = torch.device(args.device)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     points: dict[int, int] = {}
-    end: Json = {}
-    seconds = 0.0
+    end, seconds = Json(), 0.0
     for seqlen in sorted(args.s):
         expected = seconds * (seqlen / max(points, default=seqlen)) ** 2
         if expected > LIMIT:

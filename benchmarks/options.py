@@ -240,8 +240,7 @@ class Bench:
     """Checks and times calls on one device."""
 
     def __init__(self, device: torch.device, rounds: int) -> None:
-        self.device, self.rounds = device, rounds
-        self.timer = Timer(device)
+        self.device, self.rounds, self.timer = device, rounds, Timer(device)
 
     def times(self, calls: dict[str, tuple[Call, Attend]], direction: str) -> dict[str, Json]:
         """The time of every call, taken in turns, or why there is none."""

@@ -27,7 +27,7 @@ T = TypeVar("T")
 LABELS: dict[str, str] = SHAPES["names"]["labels"]
 DISTRIBUTIONS: dict[str, str] = SHAPES["names"]["distributions"]
 # Relative errors beyond which a result is wrong: of the whole, and of the worst block of rows.
-WHOLE_LIMIT, BLOCK_LIMIT = 2e-2, 1e-1
+LIMITS = 2e-2, 1e-1
 
 
 class Refused(Exception):
@@ -74,7 +74,7 @@ class Provider:
     heads_first: bool = False  # takes (B, H, S, D)
     around: Callable[[], AbstractContextManager[object]] = nullcontext  # of every call
     windows: bool = False  # does ``attend`` take a window?
-    limits: tuple[float, float] = (WHOLE_LIMIT, BLOCK_LIMIT)
+    limits: tuple[float, float] = LIMITS
     fp8: bool = False  # is it asked for 8-bit inputs alone? (fp8_providers.py)
 
     @property
@@ -311,10 +311,7 @@ class Workload:
         return [out, *grads[:1], *(x.unflatten(2, (kv_heads, -1)).sum(3) for x in grads[1:])]
 
 
-def check(
-    pairs: Iterable[tuple[Tensor, Tensor]],
-    limits: tuple[float, float] = (WHOLE_LIMIT, BLOCK_LIMIT),
-) -> float:
+def check(pairs: Iterable[tuple[Tensor, Tensor]], limits: tuple[float, float] = LIMITS) -> float:
     """The largest relative error of a call's results, each beside what it should be; raises `Wrong`
     where one is beyond the limits."""
     errors = [relative_error(got, want) for got, want in pairs]

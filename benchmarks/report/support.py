@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import common
 import torch
@@ -18,7 +17,9 @@ from .tables import UNKNOWN, Entry, device_of, gpu_folders, load, pivot, provena
 def support_section() -> str:
     """Features x variants x devices; a "no" has its reason below."""
     # Others answer alike, unless they were asked earlier.
-    gpus = sorted(gpu_folders("support"), key=lambda p: max(dates_of(p)))[-1:]
+    folders = gpu_folders("support")
+    dates = {p: max(x["setup"]["date"] for x in load("support", p)) for p in folders}
+    gpus = sorted(folders, key=dates.__getitem__)[-1:]
     asked = {device_of(p): {r["feature"]: r["answers"] for r in load("support", p)} for p in gpus}
     sources: dict[str, Json] = (asked or {"CUDA": {}}) | {"CPU": probe(torch.device("cpu"))}
     notes: dict[str, int] = {}
@@ -45,11 +46,6 @@ def support_section() -> str:
     lines += [f"({number}) {reason.rstrip('.')}." for reason, number in notes.items()]
     lines += [f"{device_of(p)}: {provenance(load('support', p), 'support')}." for p in gpus]
     return "\n\n".join(lines)
-
-
-def dates_of(folder: Path) -> list[str]:
-    """When the questions of a GPU were asked."""
-    return [row["setup"]["date"] for row in load("support", folder)]
 
 
 # --------------------------------------------------------------------------------- releases
