@@ -1,15 +1,9 @@
-# `make demo` and `make test` work from a fresh clone: they set up what they need.
-#
-# All of it goes into .venv, and nothing into another environment. .venv sees the packages of PYTHON
-# (default: the active Python): torch is installed only if PYTHON has none that is 2.11 or newer.
-# make PY=/path/to/python takes that Python and its tools as they are, and installs nothing: for
-# machines without a package index.
+# `make demo` and `make test` work from a fresh clone: they set up what they need, all of it in
+# .venv, and nothing in another environment. .venv sees the packages of PYTHON (default: the active
+# Python): torch is installed only if PYTHON has none that is 2.11 or newer. make PY=/path/to/python
+# takes that Python and its tools as they are, and installs nothing: for machines without an index.
 
 PYTHON ?= $(shell command -v python3 || command -v python)
-TEST_JOBS ?= 2
-SOAK ?= 80
-ARGS ?=
-
 folder_of = $(shell dirname "$$(command -v "$(1)")")
 ifeq ($(origin PY),command line)
 SCRIPTS := $(call folder_of,$(PY))
@@ -18,16 +12,15 @@ PY := $(CURDIR)/.venv/bin/python
 SCRIPTS := $(CURDIR)/.venv/bin:$(call folder_of,$(PYTHON))
 READY := .venv/ready
 endif
-# PY is quoted: there may be spaces in the path.
-override PY := "$(PY)"
+override PY := "$(PY)"# there may be spaces in the path
+CPP_FILES = $$(find csrc tests -name '*.cpp' -o -name '*.cu*' -o -name '*.h')
 
 # A kernel that spills registers fails the build. A user's own build warns of it.
 export FLASH_EXT_STRICT ?= 1
 export PATH := $(SCRIPTS):$(PATH)
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: help demo test lint format build gpu-test soak sanitize bench report docs sdist \
-    wheel check-wheel hub compat release clean
+.PHONY: $(shell sed -nE 's/^([a-z-]+):.*/\1/p' Makefile)  # all but files
 
 help:
 	@sed -nE 's/^## /make /p; s/^([a-z-]+:).*  ## /make \1 /p' Makefile
@@ -48,32 +41,28 @@ help:
 demo: $(READY)  ## train a small GPT through flash_ext and through standard attention
 	@if $(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then $(MAKE) FLASH_EXT_STRICT=0 build; fi
 	$(PY) examples/train_gpt.py $(ARGS)
-
 test: lint build  ## build, lint and run the tests that need no GPU
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(TEST_JOBS) -m "not gpu" $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(or $(TEST_JOBS),2) -m "not gpu" $(ARGS)
 
 lint: $(READY)  ## formatting, lint, types, words and the layers of csrc/
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m mypy
-	clang-format --dry-run -Werror $$(find csrc tests -name '*.cpp' -o -name '*.cu*' -o -name '*.h')
+	clang-format --dry-run -Werror $(CPP_FILES)
 	$(PY) docs/lint_words.py
 	$(PY) -m pytest -q --noconftest tests/test_layers.py
 
 format: $(READY)  ## format everything
 	$(PY) -m ruff format .
 	$(PY) -m ruff check --fix .
-	clang-format -i $$(find csrc tests -name '*.cpp' -o -name '*.cu*' -o -name '*.h')
+	clang-format -i $(CPP_FILES)
 
 build: $(READY)  ## compile the CUDA kernels in place (flash_ext/_C.abi3.so)
 	$(PY) setup.py -q build_ext --inplace
-
 gpu-test: build  ## run the GPU tests; writes benchmarks/results/<gpu>/tests.json
 	$(PY) tests/gpu_suite.py $(ARGS)
-
 soak: build  ## random problems on the GPU, four minutes of them (SOAK=80: a variant's seconds)
-	$(PY) -m pytest tests/test_soak.py --soak $(SOAK) -m gpu -s -o faulthandler_timeout=0 $(ARGS)
-
+	$(PY) -m pytest tests/test_soak.py --soak $(or $(SOAK),80) -m gpu -s -o faulthandler_timeout=0 $(ARGS)
 sanitize: build  ## run the kernels under compute-sanitizer
 	PYTHON=$(PY) bash tests/sanitize.sh $(ARGS)
 
@@ -83,7 +72,6 @@ bench: build  ## measure what the documents show (ARGS=--record: into benchmarks
 
 report: $(READY)  ## put the measured tables and figures into README.md and docs/
 	cd benchmarks && $(PY) -m report $(ARGS)
-
 docs: $(READY)  ## the documents and the API, from docstrings, as a site in build/site
 	$(PY) -m mkdocs build --strict
 
@@ -129,7 +117,6 @@ check-wheel: $(READY)  ## only the checks of it
 
 hub: $(READY)  ## dist/hub, for Hugging Face's kernels, from the wheel
 	$(PY) distribution/make_hub.py $(ARGS)
-
 compat: $(READY)  ## the wheel under each torch and Python, its source under each nvcc, by nox
 	$(PY) -m nox $(ARGS)
 	cd benchmarks && $(PY) -m report

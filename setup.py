@@ -1,12 +1,10 @@
 """Builds flash_ext/_C.abi3.so, the CUDA kernels; everything static is in pyproject.toml.
 
-The binary uses only libtorch's stable ABI and defines no Python module (it is loaded with
-torch.ops.load_library), so one build serves every Python >= 3.10 and torch >= 2.11, CPU-only
-torch included. Without nvcc the package installs pure, with the CPU kernels. The reason goes into
-flash_ext/_C.missing.txt: pip hides what a build prints, so `flash_ext.explain` and the first call
-on a GPU say it. Beside a binary goes its record, flash_ext/_C.json.
-
-docs/install.md has the environment variables that change a build.
+The binary uses only libtorch's stable ABI and defines no Python module (torch.ops.load_library
+loads it), so one build serves every Python >= 3.10 and torch >= 2.11, CPU-only torch included.
+Without nvcc the package installs pure. pip hides what a build prints: the reason goes into
+flash_ext/_C.missing.txt, and `flash_ext.explain` and the first call on a GPU say it. Beside a
+binary goes its record, _C.json. docs/install.md has the variables that change a build.
 """
 
 import hashlib
@@ -46,11 +44,8 @@ def is_set(name: str) -> bool:
 
 
 def find_cuda_home() -> Path | None:
-    """The CUDA toolkit: $CUDA_HOME, or the home of the nvcc on PATH, or /usr/local/cuda.
-
-    The nvcc on PATH may be a script or a link in a folder without headers, so nvcc itself is asked
-    for its home.
-    """
+    """The CUDA toolkit: $CUDA_HOME, or the home of the nvcc on PATH, or /usr/local/cuda. That nvcc
+    may be a script or a link in a folder without headers, so it is asked for its home."""
     if given := os.environ.get("CUDA_HOME"):
         return Path(given).absolute()  # the build checks it
     homes = [Path("/usr/local/cuda")]
@@ -66,30 +61,23 @@ def is_toolkit(home: Path) -> bool:
 
 
 def cuda_folders(home: Path, name: str) -> list[Path]:
-    """The places of a header or library in a toolkit: its top, and, in conda's, each target.
-
-    The linker passes over libraries for other machines; the headers are the same for all.
-    """
+    """The places of a header or library in a toolkit: its top, and, in conda's, each target. The
+    linker passes over libraries for other machines; the headers are the same for all."""
     targets = sorted(home.glob("targets/*-linux"))
     return [top / name for top in (home, *targets) if (top / name).exists()]
 
 
 def targets_of(torch, portable: bool) -> str:
     """The default of FLASH_EXT_CUDA_ARCHS: what the GPUs here run, as torch's own extensions do.
-
-    A build for one of the two is faster by a fifth, or by three quarters. Without a GPU, and
-    for a wheel, which is for other machines, it is both.
-    """
+    Without a GPU, and for a wheel, which is for other machines, it is both targets."""
     gpus = [] if portable else range(torch.cuda.device_count())
     majors = {torch.cuda.get_device_capability(gpu)[0] for gpu in gpus}
     return ";".join(sorted({"90a" if x == 9 else "80+PTX" for x in majors})) or "80+PTX;90a"
 
 
 def gencode_flags(archs: str, source: Path) -> list[str]:
-    """Turns "80+PTX;90a" into nvcc's flags for a file. fa3's and FP8's kernels run on 90a alone.
-
-    A build without that target keeps its targets, since the launchers must be linked.
-    """
+    """Turns "80+PTX;90a" into nvcc's flags for a file. fa3's and FP8's kernels run on 90a alone; a
+    build without that target keeps its targets, since the launchers must be linked."""
     targets = re.findall(r"([^\s,;+]+)(\+PTX)?", archs)
     if source.name.startswith(("fa3_", "fp8_")):
         targets = [x for x in targets if x[0] == "90a"] or targets
@@ -102,25 +90,20 @@ def gencode_flags(archs: str, source: Path) -> list[str]:
 def check_nvcc(home: Path, archs: str) -> str:
     """The CUDA release of nvcc, for example "13.0", if it can compile for these targets."""
     if not is_toolkit(home):
-        sys.exit(
-            f"flash_ext: CUDA_HOME={home} has no bin/nvcc and include/cuda_runtime.h; correct or"
-            " unset it, or set FLASH_EXT_SKIP_CUDA=1 to install without the CUDA kernels"
-        )
+        sys.exit(f"flash_ext: CUDA_HOME={home} has no bin/nvcc and include/cuda_runtime.h; correct"
+                 " or unset it, or install without kernels by FLASH_EXT_SKIP_CUDA=1")  # fmt: skip
     said = subprocess.getoutput(shlex.join([f"{home}/bin/nvcc", "--version"]))
-    if not (found := re.search(r"release (\d+\.\d+)", said)):
+    if not (found := re.search(r"release ((\d+)\.(\d+))", said)):
         sys.exit(f"flash_ext: {home}/bin/nvcc does not run: {said}")
-    release = found[1]
-    hopper = "90a" in archs
-    oldest = OLDEST_NVCC["90a" if hopper else "80"]
-    if tuple(map(int, release.split("."))) < oldest:
-        less = ", FLASH_EXT_CUDA_ARCHS=80+PTX" if hopper else ""
+    hopper = "90a", " for Hopper GPUs", ", FLASH_EXT_CUDA_ARCHS=80+PTX"
+    target, of, less = hopper if "90a" in archs else ("80", "", "")
+    if (int(found[2]), int(found[3])) < OLDEST_NVCC[target]:
         sys.exit(
-            f"flash_ext: {home}/bin/nvcc is of CUDA {release}, and the kernels"
-            f"{' for Hopper GPUs' if hopper else ''} need {oldest[0]}.{oldest[1]} or newer; set"
-            f' CUDA_HOME (pip install "cuda-toolkit[nvcc,cccl]" has one){less} or'
-            " FLASH_EXT_SKIP_CUDA=1"
+            f"flash_ext: {home}/bin/nvcc is of CUDA {found[1]}, and the kernels{of} need"
+            f" {'.'.join(map(str, OLDEST_NVCC[target]))} or newer; set CUDA_HOME (pip install"
+            f' "cuda-toolkit[nvcc,cccl]" has one){less} or FLASH_EXT_SKIP_CUDA=1'
         )
-    return release
+    return found[1]
 
 
 def check_torch():
@@ -134,8 +117,7 @@ def check_torch():
     return torch
 
 
-def jobs() -> int:
-    """How many files are compiled at once."""
+def jobs() -> int:  # files compiled at once
     return int(os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0)))
 
 
@@ -144,39 +126,32 @@ def flags_of(
 ) -> tuple[list[str], list[str], list[str]]:
     """The flags of nvcc, all but the targets, of the host's compiler, and of the linker."""
     common = ["-std=c++20", "-DUSE_CUDA", f"-DTORCH_TARGET_VERSION={STABLE_ABI}", "-Icsrc"]
-    common += ["-DFLASH_EXT_SM90A"] if "90a" in archs else []  # fa3's kernels are there
-    # Other kernels have code for Hopper's shared memory.
-    common += ["-DFLASH_EXT_SM90"] if "90" in archs else []
+    # 90a: fa3's kernels are there. Other kernels have code for the shared memory of any Hopper.
+    common += [f"-DFLASH_EXT_SM{x.upper()}" for x in ("90a", "90") if x in archs]
     # With a cross compiler nvcc looks for its headers only in that machine's target.
     common += [f"-I{path}" for path in cuda_folders(home, "include")]
     # Older toolkits cannot choose. "size" is slower, and gives wheels a fifth of the size.
     mode = "size" if portable else "balance"
+    # As in torch's own extensions: half precision has no implicit conversions.
+    absent = ("HALF_OPERATORS", "HALF2_OPERATORS", "HALF_CONVERSIONS", "BFLOAT16_CONVERSIONS")
     nvcc = [
         *common,
         *([f"--compress-mode={mode}"] if float(release) >= 13 else []),
         *(["-lineinfo"] if is_set("FLASH_EXT_LINEINFO") else []),
         *(["-ccbin", os.environ["CC"]] if "CC" in os.environ else []),
         *(f"-isystem={path}" for path in cuda_folders(home, "include/cccl")),
-        # As in torch's own extensions: half precision has no implicit conversions.
-        *(f"-D__CUDA_NO_{x}_OPERATORS__" for x in ("HALF", "HALF2")),
-        *(f"-D__CUDA_NO_{x}_CONVERSIONS__" for x in ("HALF", "BFLOAT16")),
-        "--expt-relaxed-constexpr",
-        "-Xptxas=-v,-warn-spills,-warn-lmem-usage",
+        *(f"-D__CUDA_NO_{x}__" for x in absent),
+        *("--expt-relaxed-constexpr", "-Xptxas=-v,-warn-spills,-warn-lmem-usage"),
         # The host's part; nvcc optimizes kernels by itself.
         f"-Xcompiler=-O1,-fPIC,-fvisibility=hidden,{','.join(WARNINGS)}",
         # With few jobs two targets of a file at a time only take turns.
         f"--threads={os.environ.get('NVCC_THREADS') or (1 if jobs() < 16 else 2)}",
     ]
-    host = [
-        *common,
-        *("-O3", "-DNDEBUG", "-fPIC", "-fvisibility=hidden"),
-        f'-DFLASH_EXT_TARGETS="{archs}"',
-        *WARNINGS,
-        *(f"-isystem{torch_home / x}" for x in ("include", "include/torch/csrc/api/include")),
-    ]
+    host = [*common, "-O3", "-DNDEBUG", "-fPIC", "-fvisibility=hidden", *WARNINGS]
+    host += [f"-isystem{torch_home / x}" for x in ("include", "include/torch/csrc/api/include")]
+    host += [f'-DFLASH_EXT_TARGETS="{archs}"']
     # libtorch.so pulls in libtorch_cuda.so, which holds the current-stream shim. That is a weak
-    # symbol here, so the linker would see no need for libtorch.so. A stripped library is half as
-    # large.
+    # symbol here, so the linker would see no need for libtorch.so. -s: half as large.
     cuda = [path for name in ("lib64", "lib") for path in cuda_folders(home, name)]
     link = [
         *(f"-L{path}" for path in (libraries, *cuda)),
@@ -204,7 +179,7 @@ build {folder}/_C.abi3.so: link {objects}
 def host_source() -> Path:
     """All C++ files in one: most of the time of each is reading torch's headers."""
     file = ROOT / "build/host.cpp"
-    parts = sorted([*ROOT.glob("csrc/api/*.cpp"), *ROOT.glob("csrc/plan/*.cpp")])
+    parts = sorted(x for folder in ("api", "plan") for x in ROOT.glob(f"csrc/{folder}/*.cpp"))
     text = "".join(f'#include "{part.relative_to(ROOT / "csrc")}"\n' for part in parts)
     file.parent.mkdir(exist_ok=True)
     if not file.is_file() or file.read_text() != text:
@@ -212,14 +187,12 @@ def host_source() -> Path:
     return file
 
 
-def compile_and_link(
-    nvcc: list[str], archs: str, host: list[str], link: list[str]
-) -> tuple[Path, list[Path]]:
+def command(words: list[str]) -> str:
+    return shlex.join(words).replace("$", "$$")
+
+
+def compile_and_link(nvcc: list, archs: str, host: list, link: list) -> tuple[Path, list[Path]]:
     """Builds _C.abi3.so by ninja: what changed. Returns its path, and the logs of all files."""
-
-    def command(words: list[str]) -> str:
-        return shlex.join(words).replace("$", "$$")
-
     # The folder of `setup.py build`; an editable installation has a new --build-temp each time.
     folder = Path("build", f"temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}")
     cxx = shlex.split(os.environ.get("CXX", "c++"))
@@ -228,37 +201,30 @@ def compile_and_link(
     tools = {x.relative_to(ROOT): [*nvcc, *gencode_flags(archs, x)] for x in kernels}
     tools[host_source().relative_to(ROOT)] = [*cxx, *host]
     objects = [folder / f"{source}.o" for source in tools]
-    text = NINJA.format(
-        folder=folder,
-        cxx=command(cxx),
-        link=command(link),
-        objects=" ".join(map(str, objects)),
-    )
+    words = {"cxx": command(cxx), "link": command(link), "objects": " ".join(map(str, objects))}
+    text = NINJA.format(folder=folder, **words)
     for target, (source, tool) in zip(objects, tools.items(), strict=True):
         text += f"build {target}: compile {source}\n  tool = {command(tool)}\n"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "build.ninja").write_text(text)
-    sys.stdout.flush()
     # pip puts it next to a Python, which may have been called by its path.
     ninja = shutil.which("ninja") or shutil.which("ninja", path=Path(sys.executable).parent)
     if ninja is None:
         sys.exit("flash_ext: building the CUDA kernels needs ninja; use: pip install ninja")
-    ninja_command = [ninja, "-j", str(jobs()), "-f", str(folder / "build.ninja")]
-    environment = {"NINJA_STATUS": "[%f/%t, %e s] "} | os.environ
-    if subprocess.run(ninja_command, cwd=ROOT, env=environment).returncode:
+    run = [ninja, "-j", str(jobs()), "-f", str(folder / "build.ninja")]
+    status = {"NINJA_STATUS": "[%f/%t, %e s] "}
+    if subprocess.run(run, cwd=ROOT, env=status | os.environ).returncode:
         sys.exit("flash_ext: the CUDA kernels did not compile, see above")
     return folder / "_C.abi3.so", [Path(f"{x}.log") for x in objects]
 
 
 def judge(logs: list[Path]) -> list[str]:
-    """What ptxas says of slow kernels. A strict build exits for it, and for any warning.
-
-    build/ptxas.log gets all that the compilers said, with names as in the source.
-    """
+    """What ptxas says of slow kernels. A strict build exits for it, and for any warning. All that
+    the compilers said goes to build/ptxas.log, with names as in the source."""
     text = "".join(log.read_text(errors="replace") for log in logs)
     if demangle := shutil.which("c++filt"):  # -p: without arguments
-        done = subprocess.run([demangle, "-p"], input=text, stdout=subprocess.PIPE, text=True)
-        text = done.stdout.replace("flash_ext::", "")
+        text = subprocess.check_output([demangle, "-p"], input=text, text=True)
+        text = text.replace("flash_ext::", "")
     (ROOT / "build/ptxas.log").write_text(text)
     lines = text.splitlines()
     shown = [line for line in lines if SLOW.search(line) or not STATISTICS.search(line)]
@@ -274,8 +240,6 @@ def judge(logs: list[Path]) -> list[str]:
 
 
 class BuildKernels(build_ext):
-    """Compiles the library, and writes its record beside it."""
-
     def get_ext_filename(self, name: str) -> str:
         return str(Path(*name.split("."))) + ".abi3.so"  # whatever Python: it is no module
 
@@ -289,8 +253,8 @@ class BuildKernels(build_ext):
         if portable:
             machine = sysconfig.get_platform().rpartition("-")[2]
             platform = f"manylinux_2_28_{machine}"
-            libtorch, libraries = libraries / "libtorch_cpu.so", ROOT / "build" / platform
-            system = manylinux.link_flags(libraries, machine, libtorch)
+            libraries = ROOT / "build" / platform
+            system = manylinux.link_flags(libraries, machine, torch_home / "lib/libtorch_cpu.so")
         compiler = shlex.split(os.environ.get("PYTORCH_NVCC") or shlex.quote(f"{home}/bin/nvcc"))
         nvcc, host, link = flags_of(archs, release, home, torch_home, libraries, portable)
         built, logs = compile_and_link([*compiler, *nvcc], archs, host, [*link, *system])
@@ -299,17 +263,12 @@ class BuildKernels(build_ext):
         binary.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(built, binary)
         record = {
-            "version": self.distribution.get_version(),
-            "digest": digest.source_digest(ROOT),
-            "kernels": digest.kernel_digest(ROOT),
-            "targets": archs,
-            "cuda": release,
-            "torch": torch.__version__,
-            "platform": platform,
-            "slow_kernels": slow,
+            "version": self.distribution.get_version(), "digest": digest.source_digest(ROOT),
+            "kernels": digest.kernel_digest(ROOT), "targets": archs, "cuda": release,
+            "torch": torch.__version__, "platform": platform, "slow_kernels": slow,
             "bytes": binary.stat().st_size,
             "sha256": hashlib.sha256(binary.read_bytes()).hexdigest(),
-        }
+        }  # fmt: skip
         binary.with_name("_C.json").write_text(json.dumps(record, indent=1) + "\n")
 
     def copy_extensions_to_source(self) -> None:
@@ -331,11 +290,10 @@ class BuildPackage(build_py):
             (package / "_C.missing.txt").write_text(WHY_NO_KERNELS)
 
 
-WHY_NO_KERNELS, CUDA_HOME = "", find_cuda_home()
+CUDA_HOME = find_cuda_home()
+WHY_NO_KERNELS = "" if CUDA_HOME else "no nvcc was found (CUDA_HOME, PATH, /usr/local/cuda)"
 if is_set("FLASH_EXT_SKIP_CUDA"):
     WHY_NO_KERNELS = "FLASH_EXT_SKIP_CUDA was set"
-elif CUDA_HOME is None:
-    WHY_NO_KERNELS = "no nvcc was found (CUDA_HOME, PATH, /usr/local/cuda)"
 # A wheel for every Python, except that those without the GIL refuse such wheels.
 TAG = {} if sysconfig.get_config_var("Py_GIL_DISABLED") else {"py_limited_api": "cp310"}
 

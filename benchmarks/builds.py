@@ -4,11 +4,10 @@
     python benchmarks/builds.py --before ../before           # grid, decode, chunks, prefill
     python benchmarks/builds.py --before ../before --variants fa2 --set prefill
 
-FOLDER/flash_ext is the build before. Each build runs in a process of its own, which computes and
-times when it is asked, on the same inputs and cells as compare.py's; the results of both must
-agree. Turns are in the order ABBA, since the first of two calls finds a cooler GPU. A ratio is the
-time before over the time now: above 1 this build is faster. A cell names the build before ('over',
-a source digest). Exit status 1 if results differ, or if a build failed.
+FOLDER/flash_ext is the build before. Each build runs in its own process, on the same inputs and
+cells as compare.py's; the results of both must agree. Turns are in the order ABBA, since the first
+of two calls finds a cooler GPU. A ratio is the time before over the time now: above 1 this build is
+faster. 'over' names the build before. Exit status 1 if results differ, or if a build failed.
 """
 
 from __future__ import annotations
@@ -46,11 +45,6 @@ LEAST = 0.98  # a cell below is called slower
 FP8_NAMES = {p.name: p for p in FP8_PROVIDERS if p.ours}
 
 
-def provider_of(name: str) -> Provider:
-    """A variant, or one of FP8."""
-    return FP8_NAMES.get(name) or variant(name)
-
-
 class Build:
     """What a process does that has imported one build: its answers to requests."""
 
@@ -72,7 +66,7 @@ class Build:
         """Compute a cell, and write the results to a file, or hold them against those in it."""
         self.call, shape = None, Cell(**cell)
         torch.manual_seed(0)
-        asked = provider_of(provider)
+        asked = FP8_NAMES.get(provider) or variant(provider)
         try:
             work = shape.workload(self.timer.device)
             if not asked.fp8:
@@ -103,21 +97,16 @@ class Build:
     def time(self, min_time: float) -> Json:
         """Seconds of single calls, one after another."""
         assert self.call is not None
-        name = "call"
-        timed = self.timer.compare({name: self.call}, {name: self.estimate}, min_time)[name]
+        (timed,) = self.timer.compare({0: self.call}, {0: self.estimate}, min_time).values()
         return {"seconds": timed.seconds, "launch_bound": timed.launch_bound}
 
 
-@functools.cache
-def this_build(device: str) -> Build:
-    """The one of a process."""
-    return Build(device)
+this_build = functools.cache(Build)  # the one of a process
 
 
 def answer(device: str, what: str, request: Json) -> Json:
     """Call a method of a process's build."""
-    found: Json = getattr(this_build(device), what)(**request)
-    return found
+    return getattr(this_build(device), what)(**request)
 
 
 class Remote:
@@ -132,7 +121,6 @@ class Remote:
             self.described = self.ask("describe")
 
     def ask(self, what: str, **request: Any) -> Json:
-        """Call a method of `Build` there."""
         return self.pool.submit(answer, self.device, what, request).result()
 
 
@@ -160,11 +148,10 @@ def compare(
             times[name] += timed["seconds"]
             launch_bound |= timed["launch_bound"]
     milliseconds = {n: round(statistics.median(t) * 1e3, 6) for n, t in times.items()}
-    found = {
-        "ratio": round(milliseconds["before"] / milliseconds["now"], 4),
-        "error": float(f"{errors[0]:.2g}"), "rounds": min(map(len, times.values())),
-    }  # fmt: skip
-    return milliseconds | found | ({"launch_bound": True} if launch_bound else {})
+    ratio = round(milliseconds["before"] / milliseconds["now"], 4)
+    counted = {"error": float(f"{errors[0]:.2g}"), "rounds": min(map(len, times.values()))}
+    late = {"launch_bound": True} if launch_bound else {}
+    return milliseconds | {"ratio": ratio} | counted | late
 
 
 def summary(rows: list[Json]) -> Iterator[str]:
@@ -185,7 +172,6 @@ def summary(rows: list[Json]) -> Iterator[str]:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
     parser = common.parser(__doc__, device=True)
     add = parser.add_argument
     add("--before", type=Path, required=True, metavar="FOLDER", help="holds flash_ext/")
@@ -200,7 +186,6 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run; the exit status is 1 if the builds' results differ or one failed."""
     args = parse()
     started, device = time.monotonic(), torch.device(args.device)
     variants = args.variants or running(device)

@@ -42,8 +42,7 @@ class Cell:
     def flops(self) -> float:
         """Floating-point operations of the two (forward) or five (backward) matmuls.
 
-        Of the five, dP and dV have the head dim of V, the others that of Q and K.
-        """
+        Of the five, dP and dV have the head dim of V, the others that of Q and K."""
         queries, width, width_v = self.seqlen_q or self.seqlen, self.d, self.d_v or self.d
         pairs: float = queries * self.seqlen
         if self.causal:  # aligned bottom-right: the queries before the first key see none
@@ -59,13 +58,11 @@ class Cell:
 
     def kv_bytes(self) -> int:
         """Bytes of K and V, which is what decoding has to read; of those in 8 bits as in bf16."""
-        size = DTYPES["bf16" if self.dtype == KV8 else self.dtype].itemsize * (
-            self.d + (self.d_v or self.d)
-        )
-        return self.batch * self.seqlen * (self.kv_heads or self.heads) * size
+        size = DTYPES["bf16" if self.dtype == KV8 else self.dtype].itemsize
+        rows = self.batch * self.seqlen * (self.kv_heads or self.heads)
+        return rows * (self.d + (self.d_v or self.d)) * size
 
     def workload(self, device: torch.device) -> Workload:
-        """Fresh inputs."""
         shape = (self.batch, self.seqlen, self.heads, self.d)
         sizes = {"seqlen_q": self.seqlen_q, "kv_heads": self.kv_heads, "d_v": self.d_v}
         if self.dtype in PROVIDERS:
@@ -128,15 +125,13 @@ def add_grid(parser: argparse.ArgumentParser) -> None:
 def grid(args: argparse.Namespace) -> Iterator[Cell]:
     """The cells of a run; the two directions of a shape follow each other."""
     dtypes = args.dtype or ["fp32" if args.device == "cpu" else "bf16"]
+    wanted = [args.fwd or not args.bwd, args.bwd or not args.fwd]
     for dtype, name in itertools.product(dtypes, args.set or ["standard"]):
         if name in ("fp8", "decode8") and dtype != dtypes[0]:  # it has a type of its own
             continue
         for shape, trained in shapes_of(name, dtype, args):
-            directions = ["forward", "backward"] if trained else ["forward"]
-            if args.fwd != args.bwd:
-                wanted = "forward" if args.fwd else "backward"
-                directions = [d for d in directions if d == wanted]
-            for direction in directions:
+            asked = zip(("forward", "backward"), wanted, (True, trained), strict=True)
+            for direction in (name for name, *both in asked if all(both)):
                 yield replace(shape, direction=direction, sustained=args.sustained > 0)
 
 
@@ -177,12 +172,8 @@ def on_grid(cell: Json) -> bool:
 
 def standard_cells(cells: list[Json], direction: str) -> list[Json]:
     """Those of the standard grid, in bf16, that were measured."""
-    return [
-        c
-        for c in cells
-        if (c["dtype"], c["direction"]) == ("bf16", direction)
-        and (c["d"] in HEAD_DIMS and c["seqlen"] in SEQLENS and on_grid(c))
-    ]
+    found = (c for c in cells if (c["dtype"], c["direction"]) == ("bf16", direction))
+    return [c for c in found if c["d"] in HEAD_DIMS and c["seqlen"] in SEQLENS and on_grid(c)]
 
 
 def fp8_cells(cells: list[Json]) -> list[Json]:
@@ -194,7 +185,6 @@ def fp8_cells(cells: list[Json]) -> list[Json]:
 
 # ------------------------------------------------------------------------------------------ ratios
 def geometric_mean(values: list[float]) -> float:
-    """The geometric mean; NaN if there is nothing."""
     return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan
 
 
@@ -206,9 +196,7 @@ def ratios(cells: Iterable[Json], ours: str, peer: str) -> list[float]:
 
 def fastest(cell: Json, names: Iterable[str]) -> Json | None:
     """The result of the fastest of these that ran a cell, with its name as "of"."""
-    found = [
-        cell["providers"][n] | {"of": n} for n in names if "ms" in cell["providers"].get(n, {})
-    ]
+    found = [x | {"of": n} for n in names if "ms" in (x := cell["providers"].get(n, {}))]
     return min(found, key=lambda r: r["ms"]) if found else None
 
 
@@ -220,6 +208,8 @@ def with_best(cell: Json) -> Json:
     return cell | {"providers": cell["providers"] | best}
 
 
-def best_of_peers(cell: Json) -> Json | None:
-    """The result of the fastest peer that ran a cell."""
-    return fastest(cell, [n for n in cell["providers"] if n not in VARIANTS and n != BEST])
+def ours_and_best(cell: Json) -> tuple[Json, Json | None] | None:
+    """Our fastest variant in a cell and the fastest peer that ran it."""
+    ours = fastest(cell, VARIANTS)
+    peers = [n for n in cell["providers"] if n not in VARIANTS and n != BEST]
+    return (ours, fastest(cell, peers)) if ours else None

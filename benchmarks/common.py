@@ -45,10 +45,9 @@ def driver_version() -> str | None:
     """The driver's, as nvidia-smi reports it; None without it."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
+        return subprocess.check_output(command, text=True, timeout=20).split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
         return None
-    return done.stdout.strip().partition("\n")[0] or None if done.returncode == 0 else None
 
 
 def describe_setup(device: torch.device) -> Json:
@@ -59,11 +58,8 @@ def describe_setup(device: torch.device) -> Json:
     cuda = device.type == "cuda"
     origin = Path(flash_ext.__file__).resolve()
     if not origin.is_relative_to(ROOT):
-        print(
-            f"warning: measuring the installed {origin.parent}, but the digest is of {ROOT};"
-            " install with pip install --no-build-isolation -e .",
-            file=sys.stderr,
-        )
+        print(f"warning: measuring the installed {origin.parent}, but the digest is of {ROOT};"
+              " install with pip install --no-build-isolation -e .", file=sys.stderr)  # fmt: skip
     build, kernels = binary.cuda_build(), kernel_digest()
     if cuda and build is not None and build.kernels not in (None, kernels):
         raise SystemExit(f"the kernels are of csrc {build.kernels}, this is {kernels}: make build")
@@ -96,17 +92,12 @@ def write_json(path: Path, content: Json) -> None:
 
 
 def parser(description: str | None, device: bool = False, **more: Any) -> argparse.ArgumentParser:
-    """A parser whose help is a module's docstring as it is written; `device`: of `add_device`."""
+    """A parser whose help is a module's docstring as it is written. `device`: with --device, by
+    default the GPU if there is one, and where results go. `more` is for add_argument."""
     help_as_it_is = argparse.RawDescriptionHelpFormatter
     made = argparse.ArgumentParser(description=description, formatter_class=help_as_it_is)
-    if device:
-        add_device(made, **more)
-    return made
-
-
-def add_device(parser: argparse.ArgumentParser, **more: Any) -> None:
-    """Add --device, by default the GPU if there is one, and where results go. `more` is for
-    add_argument."""
+    if not device:
+        return made
     from flash_ext.__main__ import usable_device
 
     def chosen(text: str) -> str:
@@ -116,8 +107,9 @@ def add_device(parser: argparse.ArgumentParser, **more: Any) -> None:
         return text
 
     default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", type=chosen, default=default, **more)
-    results.add_output(parser)
+    made.add_argument("--device", type=chosen, default=default, **more)
+    results.add_output(made)
+    return made
 
 
 def free_memory(device: torch.device) -> None:
@@ -131,8 +123,7 @@ def peak_extra_memory(call: Callable[[], object], device: torch.device) -> int:
     """The most bytes that CUDA's allocator held during a call, less what it held before.
 
     Outputs and temporaries count, inputs do not; for a backward call, what the forward call saved
-    does not either. 0 on a CPU, whose allocator does not count.
-    """
+    does not either. 0 on a CPU, whose allocator does not count."""
     if device.type != "cuda":
         call()
         return 0

@@ -12,15 +12,12 @@ S from 512 to 16,384, causal and full: 72 cells, with 2048 // d heads. A cell's 
 D, halved when causal, times 2.5 for backward. No provider is timed before its results agree with
 float32 standard attention.
 
---set fp8 is the forward in FP8, quantization not timed: fa3, and FlashAttention-3's package or
-fa3-fwd's build of it, with output in bfloat16, and cuDNN through nvidia-cudnn-frontend (imported as
-``cudnn``) with output in FP8; beside them fa3 and its peers in bfloat16 on the inputs before
-quantization. FP8's results are held against what the FP8 numbers stand for. --set decode8 is one
-query in bfloat16 on K and V of 8 bits. Bytes per second are those of bfloat16 in all cases.
-
-With --sustained each call runs back to back for a second or more, as in training, where the GPU
-comes to its power limit. With --record or --out the results of each shape are written as soon as
-they are there, each cell as a whole: a ratio is meaningful only within one process.
+--set fp8 is the forward in FP8, quantization not timed: fa3, FlashAttention-3's package or
+fa3-fwd's build of it, and cuDNN through nvidia-cudnn-frontend, whose output is in FP8 too; beside
+them bfloat16 on the inputs before quantization. Results are held against what the FP8 numbers stand
+for. --set decode8 is one query in bfloat16 on K and V of 8 bits; bytes per second are those of
+bfloat16. With --sustained each call runs back to back, as in training, where the GPU comes to its
+power limit. A ratio is meaningful only within one process, so a cell is written as a whole.
 """
 
 from __future__ import annotations
@@ -30,32 +27,20 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import common
+import providers
 import torch
 from cells import Cell, add_grid, grid
 from common import Json
 from fp8_providers import PROVIDERS
-from providers import (
-    PEERS,
-    Provider,
-    Workload,
-    attempt,
-    check,
-    collect,
-    command_line,
-    prepared,
-    running,
-    versions,
-)
+from providers import PEERS, Provider, Workload, attempt, prepared
 from timing import Timer
 from torch import Tensor
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
-    parser = command_line(__doc__, PEERS)
+    parser = providers.command_line(__doc__, PEERS)
     add = parser.add_argument
     add_grid(parser)
     add("--sustained", type=float, nargs="?", const=1.2, default=0.0, metavar="SECONDS",
@@ -66,10 +51,8 @@ def parse() -> argparse.Namespace:
 
 
 class Bench:
-    """Measures cells on one device."""
-
-    def __init__(self, args: argparse.Namespace, providers: list[Provider]) -> None:
-        self.args, self.providers = args, providers
+    def __init__(self, args: argparse.Namespace, asked: list[Provider]) -> None:
+        self.args, self.asked = args, asked
         self.device = torch.device(args.device)
         self.timer = Timer(self.device)
 
@@ -85,7 +68,7 @@ class Bench:
         found, reason = attempt(inputs)
         for cell in cells:
             if found is None:  # most often: no memory
-                yield cell, {p.name: reason for p in self.providers}
+                yield cell, {p.name: reason for p in self.asked}
             else:
                 work, exact = found
                 wanted = exact[:1] if cell.direction == "forward" else exact[1:]
@@ -98,22 +81,20 @@ class Bench:
         def prepare(provider: Provider) -> Callable[[], object]:
             make = work.forward if cell.direction == "forward" else work.backward
             call = make(provider, cell.causal)
-            error = self.check(call(), provider, work.wanted(provider, exact))
+            got, wanted = call(), work.wanted(provider, exact)
+            # Gradients come in the provider's layout, out in ours.
+            tensors = map(provider.view, got) if isinstance(got, tuple) else [got]
+            pairs = zip(tensors, wanted, strict=True)
+            error = providers.check(((x[:, -y.shape[1] :], y) for x, y in pairs), provider.limits)
+            del got, tensors, pairs
             extra = common.peak_extra_memory(call, self.device)
             measured[provider.name] = {"extra_bytes": extra, "error": error}
             return call
 
-        makes = {p.name: partial(prepare, p) for p in work.asked(self.providers)}
+        makes = {p.name: partial(prepare, p) for p in work.asked(self.asked)}
         calls, results = prepared(makes)
         times, reason = attempt(partial(self.times, cell, calls))
         return results | {n: times[n] | measured[n] if times else reason for n in calls}
-
-    def check(self, got: Any, provider: Provider, exact: list[Tensor]) -> float:
-        """The largest relative error of a call's results; raises `Wrong`."""
-        # Gradients come in the provider's layout, out in ours.
-        tensors = map(provider.view, got) if isinstance(got, tuple) else [got]
-        pairs = zip(tensors, exact, strict=True)
-        return check(((x[:, -want.shape[1] :], want) for x, want in pairs), provider.limits)
 
     def times(self, cell: Cell, calls: dict[str, Callable[[], object]]) -> Json:
         """Every call's times, or why a call has none."""
@@ -129,16 +110,15 @@ class Bench:
 
 
 def main() -> int:
-    """Run; the exit status is 1 if a variant of flash_ext was wrong or failed somewhere."""
     args = parse()
     cells = list(grid(args))
     if not cells:
         raise SystemExit("no cell left: see --causal, --full, --fwd, --bwd")
-    args.variants = args.variants or running(torch.device(args.device))
-    providers, missing = collect(args.variants, args.peers)
+    args.variants = args.variants or providers.running(torch.device(args.device))
+    asked, missing = providers.collect(args.variants, args.peers)
     for dtype in {c.dtype for c in cells} & PROVIDERS.keys():
-        providers[:0] = PROVIDERS[dtype]
-    bench = Bench(args, providers)
+        asked[:0] = PROVIDERS[dtype]
+    bench = Bench(args, asked)
     recorder = common.begin("compare", args)
     shapes: dict[Cell, list[Cell]] = {}
     for cell in cells:
@@ -150,10 +130,10 @@ def main() -> int:
             common.free_memory(bench.device)
 
     for cell, found in common.progress(run(), len(cells), "cells"):
-        recorder.add(cell.to_json(), {"providers": found}, **versions(providers))
+        recorder.add(cell.to_json(), {"providers": found}, **providers.versions(asked))
 
     def failed(result: Json) -> bool:
-        found = [result["providers"].get(p.name, {}) for p in providers if p.ours]
+        found = [result["providers"].get(p.name, {}) for p in asked if p.ours]
         return any("skipped" in x and not x.get("refused") for x in found)
 
     return recorder.close(failed, missing)

@@ -64,8 +64,7 @@ def python_tree(node: object) -> Iterator[str]:
     """A syntax tree in words: ast.dump without docstrings and without Python's version.
 
     Empty fields are left out, since newer versions have more of them (``type_params``), and the
-    pieces of text in an f-string are joined, since versions cut them differently.
-    """
+    pieces of text in an f-string are joined, since versions cut them differently."""
     if isinstance(node, list):
         for item in node:
             if not (isinstance(item, ast.Expr) and is_text(item.value)):
@@ -124,7 +123,6 @@ def source_digest(root: Path = ROOT, sources: tuple[str, ...] = SOURCES) -> str:
 
 
 def main() -> None:
-    """Print the digests that are asked for."""
     digests = {"kernels": kernel_digest, "package": source_digest}
     for name in sys.argv[1:]:
         if name not in digests:

@@ -9,14 +9,13 @@ Causal self-attention with the heads of Llama 3.1 8B, one sequence of so many to
 method of `flash_ext.integrations.distributed`; torch's context_parallel with cuDNN, by each of its
 rotations; and ring-flash-attn if it is installed. packings.py has packed documents.
 
-Each rank is a process with one GPU. Providers are timed one after the other; before each call all
-ranks and their GPUs meet. A call's time is that between CUDA events (on a CPU the wall clock) on
-the slowest rank, 'ms' the median of the rounds. A method and its kernels alone take turns, since a
-GPU at its power limit gets slower. Backward is one torch.autograd.grad call on a graph that was
-built before. 'tflops' is per GPU: 4 H D FLOP a visible pair, 2.5 times that backward, over all
-ranks. 'kernels_ms' is the method's kernels alone, on the slowest rank and on keys that are there
-already, and 'share' that over 'ms'. 'peak_bytes' is the most memory a rank's allocator held during
-forward and backward, inputs included. 'launch_bound' marks a call that the CPU may have delayed.
+Each rank is a process with one GPU; before each call all ranks and their GPUs meet. 'ms' is the
+median of the slowest rank's times. A method and its kernels alone take turns, since a GPU at its
+power limit gets slower. Backward is one torch.autograd.grad call on a graph that was built before.
+'tflops' is per GPU: 4 H D FLOP a visible pair, 2.5 times that backward, over all ranks.
+'kernels_ms' is the method's kernels alone, on the slowest rank and on keys that are there already,
+and 'share' that over 'ms'. 'peak_bytes' is the most memory a rank's allocator held, inputs
+included. 'launch_bound' marks a call that the CPU may have delayed.
 """
 
 from __future__ import annotations
@@ -55,23 +54,16 @@ LENGTHS, CPU_LENGTHS = (32768, 131072, 1048576), (256,)
 MOST_ROUNDS, FEWEST_ROUNDS = 20, 2
 AHEAD = 20_000_000  # cycles that the GPU waits, so that the host is ahead when a call begins
 FACTORS = {"forward": 1.0, "backward": 2.5}  # of the forward's FLOPs
+TIMEOUT = timedelta(minutes=2)  # until a collective that hangs ends
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One sequence on so many ranks, and attention's heads in one layer."""
-
-    rows: int
+    rows: int  # of one sequence, on all ranks
     ranks: int
     heads_q: int = 32
     heads_k: int = 8
     dim: int = 128
-
-    @property
-    def flops(self) -> float:
-        """Of a forward pass, on all ranks."""
-        pairs = sum(plan.visible_pairs(cp.sharding(self.rows, 1), CAUSAL))
-        return 4.0 * self.heads_q * self.dim * pairs
 
 
 # ------------------------------------------------------------------------------------- providers
@@ -80,7 +72,7 @@ class Provider:
     """One way to compute a cell on this rank."""
 
     forward: Callable[[], Tensor]
-    leaves: tuple[Tensor, ...]
+    leaves: list[Tensor]
     dout: Tensor
     around: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
     facts: Json = field(default_factory=dict)
@@ -103,24 +95,19 @@ class Ranks:
 
     def inputs(self, rows: int) -> tuple[list[Tensor], Tensor]:
         """q, k and v, requiring gradients, and dout: (1, rows, H, D)."""
-        cell = self.cell
-        like = {"device": self.device, "dtype": self.dtype}
-        q, k, v, dout = (
-            torch.randn(1, rows, heads, cell.dim, **like)
-            for heads in (cell.heads_q, cell.heads_k, cell.heads_k, cell.heads_q)
-        )
+        normal = partial(torch.randn, device=self.device, dtype=self.dtype)
+        q, dout = normal(2, 1, rows, self.cell.heads_q, self.cell.dim)
+        k, v = normal(2, 1, rows, self.cell.heads_k, self.cell.dim)
         return [x.requires_grad_() for x in (q, k, v)], dout
 
 
 def ours(ranks: Ranks, method: str, transport: str) -> Provider:
-    """A method of this package."""
     leaves, dout = ranks.inputs(ranks.rows)
-
     given = {"layout": LAYOUT, "seqlen": ranks.cell.rows, "transport": transport}
     forward = partial(cp.attention, *leaves, causal=True, method=method, **given)
     engines = symmetric.has_engines(transport, dist.group.WORLD, ranks.device)
     facts = {"transport": "copy_engines" if engines else "collectives"}
-    return Provider(forward, tuple(leaves), dout, facts=facts)
+    return Provider(forward, leaves, dout, facts=facts)
 
 
 class Kernels:
@@ -183,7 +170,7 @@ def torchs(ranks: Ranks, rotation: str) -> Provider:
     return Provider(
         # Looked up in each call: context_parallel puts its own function there.
         lambda: F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True),
-        tuple(heads_first),
+        heads_first,
         dout.transpose(1, 2),
         around,
     )
@@ -205,23 +192,20 @@ def ring_flash_attns(ranks: Ranks) -> Provider:
     call = getattr(importlib.import_module("ring_flash_attn"), RING)
     leaves, dout = ranks.inputs(ranks.rows)
     over = {"over": "flash_attn" if THEIRS else "flash_ext.flash_attn"}
-    return Provider(lambda: call(*leaves, causal=True), tuple(leaves), dout, facts=over)
+    return Provider(lambda: call(*leaves, causal=True), leaves, dout, facts=over)
 
 
-def providers(
-    ranks: Ranks, args: argparse.Namespace
-) -> Iterator[tuple[str, Callable[[], Provider]]]:
+def providers(ranks: Ranks, args: argparse.Namespace) -> dict[str, Callable[[], Provider]]:
     """Names and makers of all that are asked for."""
     transport = f", {args.transport}" if args.transport != "auto" else ""
-    for method in args.methods:
-        yield f"{method} {LAYOUT}{transport}", partial(ours, ranks, method, args.transport)
-    if ranks.device.type != "cuda":
-        return
-    if args.peers in ("all", "torch"):
-        for rotation in ("allgather", "alltoall"):
-            yield TORCH.format(rotation), partial(torchs, ranks, rotation)
-    if args.peers in ("all", "ring-flash-attn"):
-        yield f"ring-flash-attn {RING}", partial(ring_flash_attns, ranks)
+    found = {
+        f"{x} {LAYOUT}{transport}": partial(ours, ranks, x, args.transport) for x in args.methods
+    }
+    if ranks.device.type == "cuda" and args.peers in ("all", "torch"):
+        found |= {TORCH.format(x): partial(torchs, ranks, x) for x in ("allgather", "alltoall")}
+    if ranks.device.type == "cuda" and args.peers in ("all", "ring-flash-attn"):
+        found[f"ring-flash-attn {RING}"] = partial(ring_flash_attns, ranks)
+    return found
 
 
 # ---------------------------------------------------------------------------------------- timing
@@ -264,17 +248,15 @@ class Clock:
     def median(self, calls: dict[str, Callable[[], object]]) -> dict[str, float]:
         """Seconds of each call on the slowest rank; they take turns. `late` names those that the
         CPU delayed in most rounds, on any rank."""
-        orders = balanced_orders(list(calls))
-        first = {name: self.slowest(self.once(call)[0]) for name, call in calls.items()}
-        rounds = int(self.limit / max(sum(first.values()), 1e-6))
-        rounds = max(FEWEST_ROUNDS, min(MOST_ROUNDS, rounds))
+        first = sum(self.slowest(self.once(call)[0]) for call in calls.values())
+        rounds = max(FEWEST_ROUNDS, min(MOST_ROUNDS, int(self.limit / max(first, 1e-6))))
         times: dict[str, list[float]] = {name: [] for name in calls}
         late = dict.fromkeys(calls, 0)
-        for order in itertools.islice(itertools.cycle(orders), rounds):
-            for name in order:
-                seconds, was_late = self.once(calls[name])
-                times[name].append(self.slowest(seconds))
-                late[name] += was_late
+        orders = itertools.islice(itertools.cycle(balanced_orders(list(calls))), rounds)
+        for name in itertools.chain.from_iterable(orders):
+            seconds, was_late = self.once(calls[name])
+            times[name].append(self.slowest(seconds))
+            late[name] += was_late
         self.late = {name for name in calls if self.slowest(late[name]) > rounds / 2}
         return {name: statistics.median(values) for name, values in times.items()}
 
@@ -290,6 +272,7 @@ def measure(provider: Provider, clock: Clock, cell: Cell, kernels: Kernels | Non
     if clock.cuda:
         result["peak_bytes"] = int(clock.slowest(torch.cuda.max_memory_allocated()))
     every: dict[str, Any] = {"ms": provider} | ({"kernels_ms": kernels} if kernels else {})
+    pairs = sum(plan.visible_pairs(cp.sharding(cell.rows, 1), CAUSAL))
     for which, factor in FACTORS.items():
         with provider.around():
             if which == "backward":
@@ -297,41 +280,45 @@ def measure(provider: Provider, clock: Clock, cell: Cell, kernels: Kernels | Non
             else:
                 calls = {name: torch.no_grad()(each.forward) for name, each in every.items()}
             found = clock.median(calls)
-        seconds = found["ms"]
-        flops = cell.flops * factor / cell.ranks
-        result[which] = {"ms": seconds * 1e3, "tflops": flops / seconds / 1e12}
+        flops = 4.0 * cell.heads_q * cell.dim * pairs * factor / cell.ranks
+        result[which] = {"ms": found["ms"] * 1e3, "tflops": flops / found["ms"] / 1e12}
         if "ms" in clock.late:
             result[which]["launch_bound"] = True
-        result[which] |= {name: x * 1e3 for name, x in found.items() if name != "ms"}
-        if "kernels_ms" in found:
-            result[which]["share"] = found["kernels_ms"] / seconds
+        if alone := found.get("kernels_ms"):
+            result[which] |= {"kernels_ms": alone * 1e3, "share": alone / found["ms"]}
     return result
 
 
 def run_cell(ranks: Ranks, args: argparse.Namespace) -> Iterator[tuple[Json, Json]]:
     """Every provider of one cell, and its result."""
     clock = Clock(ranks.device, args.seconds)
-    for name, make in providers(ranks, args):
+    for name, make in providers(ranks, args).items():
         common.free_memory(ranks.device)
         method, _, _ = name.partition(" ")
         try:
-            provider = make()
             kernels = Kernels(ranks, method == "ulysses") if method in cp.METHODS else None
-            result = measure(provider, clock, ranks.cell, kernels)
+            result = measure(make(), clock, ranks.cell, kernels)
         except Exception as wrong:  # a peer that is absent or cannot, on every rank
             result = {"error": first_line(wrong)}
         yield {"kind": "causal"} | asdict(ranks.cell) | {"provider": name}, result
 
 
 # ------------------------------------------------------------------------------------- processes
+def joined(device: str, timeout: timedelta | None = None) -> torch.device:
+    """This rank's device, after it has joined the others that torchrun has started."""
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timeout)
+    return torch.device(device, torch.cuda.current_device() if device == "cuda" else None)
+
+
 def work(args: argparse.Namespace, recorder: Recorder | None = None) -> list[Json]:
     """This rank's part of everything, in a default group that exists; rank 0 has a recorder."""
-    cpu = args.device == "cpu"
+    cpu, ranks = args.device == "cpu", dist.get_world_size()
     device = torch.device("cpu") if cpu else torch.device("cuda", torch.cuda.current_device())
     dtype = torch.float32 if cpu else torch.bfloat16
     torch.manual_seed(dist.get_rank())
     found: list[Json] = []
-    ranks = dist.get_world_size()
     heads = (2 * ranks, ranks, 16) if cpu else ()
     lengths = args.lengths or (CPU_LENGTHS if cpu else LENGTHS)
     asked = [Cell(rows, ranks, *heads) for rows in lengths]
@@ -359,22 +346,17 @@ def parse(given: list[str] | None = None) -> argparse.Namespace:
     add("--transport", choices=["auto", "collectives"], default="auto")
     add("--peers", choices=["all", "none", "torch", "ring-flash-attn"], default="all")
     add("--seconds", type=float, default=4.0, help="for the rounds of a provider in a cell")
-    add("--timeout", type=float, default=120.0, help="seconds until a collective that hangs ends")
     add_output(parser)
     return parser.parse_args(given)
 
 
 def main() -> int:
-    """Run; the exit status is 1 if a method of this package failed."""
     args = parse()
-    cuda = args.device == "cuda"
     if "RANK" not in os.environ:  # a process for each rank, this script again
-        ranks = args.ranks or (torch.cuda.device_count() if cuda else 2)
+        ranks = args.ranks or (torch.cuda.device_count() if args.device == "cuda" else 2)
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         return subprocess.call([sys.executable, *torchrun, __file__, *sys.argv[1:]])
-    if cuda:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=args.timeout))
+    joined(args.device, TIMEOUT)
     recorder = common.begin("distributed", args) if dist.get_rank() == 0 else None
     found = work(args, recorder)
     if recorder:

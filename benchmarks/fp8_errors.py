@@ -42,7 +42,6 @@ def with_outliers(
 
 
 def rmse(got: Tensor, want: Tensor) -> float:
-    """Root mean square difference."""
     return float((got.double() - want).square().mean().sqrt())
 
 
@@ -63,10 +62,7 @@ def outlier_errors(
 
 
 def main() -> int:
-    """Run."""
-    parser = common.parser(__doc__, device=True)
-    args = parser.parse_args()
-    recorder = common.begin("fp8_errors", args)
+    recorder = common.begin("fp8_errors", common.parser(__doc__, device=True).parse_args())
     cuda = recorder.device.type == "cuda"
     heads, rows, seeds = SIZES if cuda else CPU_SIZES
     for dim, seqlen in (SEQLENS if cuda else CPU_SEQLENS).items():
@@ -75,13 +71,11 @@ def main() -> int:
         ]
         cell = {"experiment": "outliers", "d": dim, "seqlen": seqlen, "heads": heads, "rows": rows,
                 "seeds": seeds}  # fmt: skip
-        methods = {
-            name: {
-                "rmse": float(f"{statistics.fmean(f[name] for f in found):.4g}"),
-                "rmse_max": float(f"{max(f[name] for f in found):.4g}"),
-            }
-            for name in found[0]
-        }
+        methods: common.Json = {}
+        for name in found[0]:
+            errors = [of_seed[name] for of_seed in found]
+            both = {"rmse": statistics.fmean(errors), "rmse_max": max(errors)}
+            methods[name] = {what: float(f"{x:.4g}") for what, x in both.items()}
         recorder.add(cell, {"methods": methods})
     return recorder.close()
 

@@ -20,7 +20,6 @@ from torch import Tensor
 import flash_ext
 import flash_ext.reference
 from flash_ext import fp8
-from flash_ext.cpu import transposed_v
 
 SCALE_ROWS = 128  # rows of a block
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
@@ -46,14 +45,13 @@ class Quantized(NamedTuple):
         """Only the first rows of q."""
         descale = self.q_descale
         if descale is not None and descale.dim() == 3:
-            descale = descale[..., : (rows + SCALE_ROWS - 1) // SCALE_ROWS].contiguous()
+            descale = descale[..., : -(-rows // SCALE_ROWS)].contiguous()
         return self._replace(q=self.q[:, :rows], q_descale=descale)
 
     def attend(self, causal: bool = False, out_dtype: torch.dtype = torch.float16) -> Tensor:
         """out of the variant that explain chooses."""
-        return flash_ext.attention(
-            self.q, self.k, self.v, causal=causal, out_dtype=out_dtype, **self.descales
-        )
+        options = {"causal": causal, "out_dtype": out_dtype} | self.descales
+        return flash_ext.attention(self.q, self.k, self.v, **options)
 
     def dequantized(self) -> Iterator[Tensor]:
         """What q, k and v stand for: in float32, beside a q of 16 bits in its type."""
@@ -64,10 +62,8 @@ class Quantized(NamedTuple):
 
     def exact(self) -> Tensor:
         """out in float64, where nothing is rounded, without a mask."""
-        found: Tensor = flash_ext.reference.attention(
-            self.q, self.k, self.v, out_dtype=torch.float64, **self.descales
-        )[0]
-        return found
+        exactly = {"out_dtype": torch.float64} | self.descales
+        return flash_ext.reference.attention(self.q, self.k, self.v, **exactly)[0]
 
 
 @dataclass(frozen=True)
@@ -128,27 +124,28 @@ class KeysAndValues:
 
 
 # ------------------------------------------------------------------------------------- providers
-def not_called(*_: object) -> Tensor:
-    """`QuantizedProvider.prepare` is."""
-    raise NotImplementedError
-
-
 @dataclass(frozen=True)
 class QuantizedProvider(Provider):
-    """Attention on inputs that were quantized before; only a `QuantizedWorkload` asks it."""
+    """Attention on inputs that were quantized before; only a `QuantizedWorkload` asks it, by
+    `prepare`, which makes the call to be timed."""
 
-    attend: Attend = not_called
+    attend: Attend = Tensor  # not called: `prepare` is
     limits: tuple[float, float] = (6e-2, 2e-1)  # P is rounded to e4m3
     fp8: bool = True
     quantize: Callable[[Tensor, Tensor, Tensor], Quantized] = METHODS[PER_TENSOR]
 
-    def prepare(self, x: Quantized, causal: bool) -> Callable[[], Tensor]:
-        """The call to be timed."""
-        raise NotImplementedError
-
     def unit(self, x: Quantized) -> float:
         """What a result is multiplied by."""
         return 1.0
+
+
+def transposed(v: Tensor) -> tuple[Tensor, dict[str, bool]]:
+    """v as `flash_ext.fp8.attention` has it; an older package, timed by builds.py, takes rows."""
+    try:
+        from flash_ext.cpu import transposed_v
+    except ImportError:
+        return v, {}
+    return transposed_v.from_rows(v, None), {"v_transposed": True}
 
 
 @dataclass(frozen=True)
@@ -156,12 +153,9 @@ class Fa3(QuantizedProvider):
     """flash_ext's fa3 with output in bfloat16.
 
     It gets the scale of a tensor as scales of blocks and channels, which are what
-    `flash_ext.fp8.attention` makes, so that their cost counts; and v transposed, as that has it.
-    """
+    `flash_ext.fp8.attention` makes, so that their cost counts; and v transposed, as that has it."""
 
-    @property
-    def ours(self) -> bool:
-        return True
+    ours = True
 
     def prepare(self, x: Quantized, causal: bool) -> Callable[[], Tensor]:
         q, k, v = x[:3]
@@ -173,7 +167,8 @@ class Fa3(QuantizedProvider):
         }
         options: dict[str, Any] = {"causal": causal} | descales
         if q.element_size() == 1:
-            v, options["v_transposed"] = transposed_v.from_rows(v, None), True
+            v, more = transposed(v)
+            options |= more
         reason = flash_ext.explain(q, k, v, **options).reasons["fa3"]
         if reason is not None:
             raise Refused(reason)
@@ -192,10 +187,8 @@ def cudnn_handle() -> Any:
 def cudnn_graph(io_type: Any) -> Any:
     """An empty graph of cuDNN's, which computes in float32."""
     cudnn = importlib.import_module("cudnn")
-    return cudnn.pygraph(
-        io_data_type=io_type, intermediate_data_type=cudnn.data_type.FLOAT,
-        compute_data_type=cudnn.data_type.FLOAT, handle=cudnn_handle(),
-    )  # fmt: skip
+    types = {"intermediate_data_type": cudnn.data_type.FLOAT, "io_data_type": io_type}
+    return cudnn.pygraph(**types, compute_data_type=cudnn.data_type.FLOAT, handle=cudnn_handle())
 
 
 def planned(graph: Any, device: torch.device) -> Tensor:
@@ -214,8 +207,7 @@ class CudnnFp8(QuantizedProvider):
 
     It takes one scale per tensor. P is at most 1: its scale leaves most of the range of e4m3 to
     weights that are small. Results are means of rows of V, so the output's scale is that of V's
-    largest number: nothing saturates, and of 16,384 keys little vanishes.
-    """
+    largest number: nothing saturates, and of 16,384 keys little vanishes."""
 
     P_SCALE = 16.0
 
@@ -223,14 +215,9 @@ class CudnnFp8(QuantizedProvider):
         types, handle = importlib.import_module("cudnn").data_type, cudnn_handle()
         graph = cudnn_graph(types.FP8_E4M3)
 
-        def tensor(name: str, like: Tensor) -> Any:
-            heads_first = like.transpose(1, 2)
-            dim, stride = list(heads_first.shape), list(heads_first.stride())
-            return graph.tensor(name=name, dim=dim, stride=stride, data_type=types.FP8_E4M3)
-
-        def number(name: str) -> Any:
-            ones = [1] * 4
-            return graph.tensor(name=name, dim=ones, stride=ones, data_type=types.FLOAT)
+        def tensor(name: str, like: Tensor, kind: Any) -> Any:
+            dim, stride = list(like.shape), list(like.stride())
+            return graph.tensor(name=name, dim=dim, stride=stride, data_type=kind)
 
         device = x.q.device
         scales = {
@@ -239,8 +226,10 @@ class CudnnFp8(QuantizedProvider):
             "scale_s": torch.tensor(self.P_SCALE, device=device),
             "scale_o": torch.tensor(self.unit(x), device=device),
         }  # fmt: skip
-        inputs = {name: tensor(name, getattr(x, name)) for name in ("q", "k", "v")}
-        numbers = {name: number(name) for name in scales}
+        inputs = {name: tensor(name, getattr(x, name).transpose(1, 2), types.FP8_E4M3)
+                  for name in ("q", "k", "v")}  # fmt: skip
+        one = torch.ones(1, 1, 1, 1)
+        numbers = {name: tensor(name, one, types.FLOAT) for name in scales}
         result, _, *maxima = graph.sdpa_fp8(
             **inputs, **numbers, attn_scale=x.q.shape[-1] ** -0.5, generate_stats=False,
             use_causal_mask=causal, name="attention",
@@ -251,13 +240,12 @@ class CudnnFp8(QuantizedProvider):
         result.set_output(True).set_data_type(types.FP8_E4M3)
         result.set_dim(list(heads_first.shape)).set_stride(list(heads_first.stride()))
         # Where cuDNN finds each of its tensors.
-        memory = {one: getattr(x, name).view(torch.uint8) for name, one in inputs.items()}
-        memory |= {one: scales[name].reshape(1) for name, one in numbers.items()}
+        memory = {y: getattr(x, name).view(torch.uint8) for name, y in inputs.items()}
+        memory |= {y: scales[name].reshape(1) for name, y in numbers.items()}
         memory[result] = out.view(torch.uint8)
-        for one in (y for y in maxima if y is not None):  # the largest P, the largest result
-            one.set_output(True).set_data_type(types.FLOAT).set_dim([1] * 4).set_stride([1] * 4)
-            memory[one] = torch.zeros(1, device=device)
-
+        for most in (y for y in maxima if y is not None):  # the largest P, the largest result
+            most.set_output(True).set_data_type(types.FLOAT).set_dim([1] * 4).set_stride([1] * 4)
+            memory[most] = torch.zeros(1, device=device)
         workspace = planned(graph, device)
 
         def call() -> Tensor:
@@ -274,8 +262,7 @@ class CudnnFp8(QuantizedProvider):
 class PackageFp8(QuantizedProvider):
     """FlashAttention-3's own FP8 forward, with a scale per head and output in bfloat16.
 
-    From its own package, or from fa3-fwd, a build of the forward alone.
-    """
+    From its own package, or from fa3-fwd, a build of the forward alone."""
 
     MODULES = ("flash_attn_interface", "fa3_fwd_interface")
 
@@ -283,14 +270,11 @@ class PackageFp8(QuantizedProvider):
         module = next(filter(importlib.util.find_spec, self.MODULES), self.MODULES[0])
         function = importlib.import_module(module).flash_attn_func
         heads = x.k.shape[0], x.k.shape[2]
-        descales = {
-            name: y.expand(heads).contiguous() for name, y in x.descales.items() if y is not None
-        }
+        descales = {n: y.expand(heads).contiguous() for n, y in x.descales.items() if y is not None}
 
         def call() -> Tensor:
             result = function(*x[:3], causal=causal, **descales)
-            out: Tensor = result[0] if isinstance(result, tuple) else result
-            return out
+            return result[0] if isinstance(result, tuple) else result
 
         return call
 
@@ -320,8 +304,7 @@ class QuantizedWorkload(Workload):
     """Inputs in bfloat16, and the same as each of the providers of `dtype` quantizes them.
 
     These get the numbers, and are held against the exact results of what the numbers stand for;
-    others get the bfloat16 inputs.
-    """
+    others get the bfloat16 inputs."""
 
     def __init__(
         self, dtype: str, shape: tuple[int, int, int, int], device: torch.device, **sizes: int

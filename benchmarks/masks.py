@@ -145,7 +145,6 @@ def times(case: Json, timer: Timer, rounds: int) -> Json:
 
 
 def main() -> int:
-    """Run; the exit status is 1 if a call of flash_ext was wrong or failed."""
     parser = common.parser(__doc__, device=True)
     parser.add_argument("--only", nargs="*", help="the names of masks")
     parser.add_argument("--rounds", type=int, default=15, help="calls of each kind")

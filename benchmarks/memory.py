@@ -6,7 +6,7 @@
 For each variant the growth is fitted: the exponent is the slope of log(bytes) over log(S), and
 must stay under 1.1 (the papers' O(N) extra memory); standard attention's is near 2. A method stops
 where it runs out of memory ('stopped'), at the longest S, or where a call would take longer than
---limit seconds ('slow'): what grows linearly here grows quadratically in time.
+2.5 seconds ('slow'): what grows linearly here grows quadratically in time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ import torch
 from common import Json
 from providers import Provider, Workload, attempt, collect, command_line, running
 
-EXPONENT_LIMIT = 1.1
+EXPONENT_LIMIT, LIMIT = 1.1, 2.5
+SHAPE = {"batch": 1, "heads": 4, "d": 128, "causal": True}
 PEERS_ASKED = ("flash", "cudnn", "efficient", "standard")
 DIRECTIONS = ("forward", "both")  # both: forward and backward, with what is saved between
 
@@ -34,27 +35,24 @@ def exponent(points: dict[int, int]) -> float:
     return round(statistics.linear_regression(*logs).slope, 4)
 
 
-def measure(
-    provider: Provider, direction: str, seqlens: list[int], args: argparse.Namespace
-) -> Json:
+def measure(provider: Provider, direction: str, args: argparse.Namespace) -> Json:
     """Bytes per sequence length, until a length no longer fits or runs, and the fit."""
     device = torch.device(args.device)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     points: dict[int, int] = {}
-    end: Json = {}
-    seconds = 0.0
-    for seqlen in seqlens:
+    end, seconds = Json(), 0.0
+    for seqlen in sorted(args.s):
         expected = seconds * (seqlen / max(points, default=seqlen)) ** 2
-        if expected > args.limit:
+        if expected > LIMIT:
             end = {"slow": f"S = {seqlen}: a call would take about {expected:,.1f} s"}
             break
-        work = Workload((1, seqlen, args.heads, args.d), dtype, device)
+        work = Workload((1, seqlen, SHAPE["heads"], SHAPE["d"]), dtype, device)
 
         def peak(work: Workload = work) -> tuple[int, float]:
             def both() -> object:
-                return work.backward(provider, args.causal)()
+                return work.backward(provider, SHAPE["causal"])()
 
-            call = work.forward(provider, args.causal) if direction == "forward" else both
+            call = work.forward(provider, SHAPE["causal"]) if direction == "forward" else both
             call()  # the first call may set up what stays, such as a library's workspace
             gc.collect()
             started = time.perf_counter()
@@ -80,26 +78,19 @@ def is_linear(result: Json) -> bool:
 
 
 def main() -> int:
-    """Run; the exit status is 1 if a variant's memory was not measured to grow linearly."""
     parser = command_line(__doc__, PEERS_ASKED)
-    add = parser.add_argument
-    add("--d", type=int, default=128, help="head dim")
-    add("--heads", type=int, default=4)
-    add("--causal", action=argparse.BooleanOptionalAction, default=True)
-    add("--s", nargs="*", type=int, help="sequence lengths, default 1k, 2k, ... 128k")
-    add("--limit", type=float, default=2.5, help="seconds that a call may take")
+    parser.add_argument("--s", nargs="*", type=int, help="lengths, default 1k, 2k, ... 128k")
     args = parser.parse_args()
     recorder = common.begin("memory", args)
     device = recorder.device
     lengths = range(10, 18) if device.type == "cuda" else range(6, 13)  # 2^17 = 128k
-    seqlens = sorted(args.s or [1 << n for n in lengths])
+    args.s = args.s or [1 << n for n in lengths]
     providers, missing = collect(args.variants or running(device), args.peers)
     jobs = [(provider, direction) for provider in providers for direction in DIRECTIONS]
     not_linear = []
     for provider, direction in common.progress(jobs, len(jobs), "memory"):
-        result = measure(provider, direction, seqlens, args)
-        cell = {"provider": provider.name, "direction": direction, "batch": 1}
-        recorder.add(cell | {n: getattr(args, n) for n in ("heads", "d", "causal")}, result)
+        result = measure(provider, direction, args)
+        recorder.add({"provider": provider.name, "direction": direction} | SHAPE, result)
         if provider.ours and not is_linear(result):
             not_linear.append(f"{provider.name} {direction}")
     recorder.close(missing=missing)

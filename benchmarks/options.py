@@ -4,19 +4,14 @@
     python benchmarks/options.py --only mix
     python benchmarks/options.py --device cpu    # a smoke test
 
-First table: bf16, B 4, S 4096, 16 heads, head dims 64 and 128, causal and full. The plain call
-and the same call with one option on take turns, round by round; an option's cost is the ratio of
-the medians.
-
-Second table: packed self-attention over sequences of a long-tailed mix of lengths, beside torch's
+options: the plain call and the same call with one option on take turns (bf16, B 4, S 4096, 16
+heads, d 64 and 128); an option's cost is the ratio of the medians.
+mix: packed self-attention over sequences of a long-tailed mix of lengths, beside torch's
 varlen_attn. FLOPs are 4 H d sum(len^2), halved when causal, times 2.5 for backward.
-
-Third table: the backward call of the first table's plain one, as usual and deterministic, of
-flash_ext's variants and of SDPA's backends under torch.use_deterministic_algorithms.
-
-Fourth table: a bias with one matrix a head for all batch elements, as in T5, in structure
-prediction (a pair bias) and in Swin's windows, with its gradient backward, beside the plain call
-and SDPA's backends with the bias as attn_mask.
+deterministic: the plain backward call, as usual and deterministic, of flash_ext's variants and of
+SDPA's backends under torch.use_deterministic_algorithms.
+bias: one matrix a head for all batch elements, as in T5, in structure prediction (a pair bias) and
+in Swin's windows, with its gradient backward, beside SDPA's backends with the bias as attn_mask.
 
 No call is timed before its first heads agree with float32 standard attention.
 """
@@ -25,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import itertools
 import math
 import sys
@@ -49,12 +43,10 @@ TABLES = ("options", "mix", "deterministic", "bias")  # each a method of Bench
 REPEATS = " deterministic"
 REPEATING = ("fa3", "fa2"), ("flash", "cudnn")  # variants and peers of the third table
 PLAIN = "plain"
-# (variant, direction) of the first table; fa1's backward would take as long as all the others. The
-# second table leaves fa1 out.
-MEASURED = (
-    *itertools.product(("fa3", "fa2"), ("forward", "backward")), ("fa1", "forward"),
-)  # fmt: skip
-MIXED = MEASURED[:4]
+# (variant, direction) of the second table; the first one has fa1 as well, whose backward would take
+# as long as all the others.
+MIXED = tuple(itertools.product(("fa3", "fa2"), ("forward", "backward")))
+MEASURED = *MIXED, ("fa1", "forward")
 SIZES = SHAPES["options"]
 OPTIONS: dict[str, str] = SIZES["words"]
 BIASES = {int(d): shapes for d, shapes in SIZES["biases"].items()}  # by head dim
@@ -73,8 +65,7 @@ def sizes_on(device: torch.device) -> Namespace:
 class Call:
     """The arguments of flash_ext.attention, or of attention_varlen if there is a cu_seqlens_q.
 
-    A tensor option that requires a gradient gets one, as q, k and v do backward.
-    """
+    A tensor option that requires a gradient gets one, as q, k and v do backward."""
 
     q: Tensor
     k: Tensor
@@ -90,7 +81,6 @@ class Call:
         return function(self.q, self.k, self.v, **self.options, **more)
 
     def refusal(self, variant: str, direction: str) -> str | None:
-        """Why a variant of flash_ext does not take it."""
         gradients = direction == "backward"
         return refusal(variant, self.q, self.k, self.v, gradients, **self.options)
 
@@ -106,24 +96,21 @@ class Call:
             found = x[:1] if dense and name in ("q", "k", "v", "bias", "seqused_k") else x
             if name in ("q", "k", "v"):
                 found = found[..., : group if name == "q" else 1, :]
-            elif name == "bias":
-                found = found[:, :group]
-            elif name in ("sink", "alibi_slopes"):
-                found = found[..., :group]
+            elif name in ("bias", "sink", "alibi_slopes"):
+                found = found[:, :group] if name == "bias" else found[..., :group]
             if not found.is_floating_point():
                 return found
             return found.detach().float().requires_grad_(x.requires_grad)
 
         kept = {n: part(n, x) for n, x in self.options.items() if n != "deterministic"}
-        q, k, v = (part(name, getattr(self, name)) for name in ("q", "k", "v"))
-        return replace(self, q=q, k=k, v=v, options=kept, around=contextlib.nullcontext)
+        few = {name: part(name, getattr(self, name)) for name in ("q", "k", "v")}
+        return replace(self, **few, options=kept, around=contextlib.nullcontext)
 
 
 Attend = Callable[[Call], tuple[Tensor, Any]]  # -> out, lse
 
 
 def ours(variant: str) -> Attend:
-    """A variant of flash_ext."""
     return lambda call: call.attend(flash_ext, variant=variant, return_lse=True)
 
 
@@ -133,15 +120,12 @@ def exact(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def varlen_attn(longest: int) -> Attend:
-    """torch.nn.attention.varlen.varlen_attn; an ImportError in a call where this torch lacks it."""
-
     def attend(call: Call) -> tuple[Tensor, None]:
         from torch.nn.attention.varlen import varlen_attn as function
 
-        causal, cu = call.options["causal"], call.options["cu_seqlens_q"]
-        by_window = "window_size" in inspect.signature(function).parameters
-        mask = {"window_size": (-1, 0 if causal else -1)} if by_window else {"is_causal": causal}
-        return function(call.q, call.k, call.v, cu, cu, longest, longest, **mask), None
+        cu, window = call.options["cu_seqlens_q"], (-1, 0 if call.options["causal"] else -1)
+        lengths = cu, cu, longest, longest
+        return function(call.q, call.k, call.v, *lengths, window_size=window), None
 
     return attend
 
@@ -256,8 +240,7 @@ class Bench:
     """Checks and times calls on one device."""
 
     def __init__(self, device: torch.device, rounds: int) -> None:
-        self.device, self.rounds = device, rounds
-        self.timer = Timer(device)
+        self.device, self.rounds, self.timer = device, rounds, Timer(device)
 
     def times(self, calls: dict[str, tuple[Call, Attend]], direction: str) -> dict[str, Json]:
         """The time of every call, taken in turns, or why there is none."""
@@ -295,14 +278,11 @@ class Bench:
         """The first table's cells of one head dim and mask."""
         calls = option_calls(sizes, d, causal, self.device)
         for variant, direction in self.those_that_run(MEASURED, d):
-            chosen, refused = {}, {}
-            for name, call in calls.items():
-                if direction == "forward" and name in BACKWARD_ONLY:
-                    continue
-                if reason := call.refusal(variant, direction):
-                    refused[name] = {"skipped": reason, "refused": True}
-                else:
-                    chosen[name] = call, ours(variant)
+            asked = {n: x for n, x in calls.items()
+                     if direction == "backward" or n not in BACKWARD_ONLY}  # fmt: skip
+            reasons = {name: call.refusal(variant, direction) for name, call in asked.items()}
+            refused = {n: {"skipped": x, "refused": True} for n, x in reasons.items() if x}
+            chosen = {n: (x, ours(variant)) for n, x in asked.items() if n not in refused}
             results = self.times(chosen, direction)
             add_ratios(results, lambda _: PLAIN)
             yield {"variant": variant, "direction": direction}, results | refused
@@ -317,10 +297,8 @@ class Bench:
         call = Call(*tensors, {"causal": causal, "cu_seqlens_q": cu, "cu_seqlens_k": cu})
         flops = 4 * heads * d * sum(n * n for n in lengths) * (0.5 if causal else 1)
         for variant, direction in self.those_that_run(MIXED, d):
-            peer_call = call, varlen_attn(max(lengths))
-            results = self.times(
-                {"as drawn": (call, ours(variant)), "varlen_attn": peer_call}, direction
-            )
+            attends = {"as drawn": ours(variant), "varlen_attn": varlen_attn(max(lengths))}
+            results = self.times({n: (call, x) for n, x in attends.items()}, direction)
             add_rates(results, flops if direction == "forward" else 2.5 * flops)
             yield {"variant": variant, "direction": direction, "heads": heads}, results
 
@@ -356,12 +334,9 @@ class Bench:
             q, k, v = (normal(batch, seqlen, heads, d) for _ in range(3))
             bias = normal(1, heads, seqlen, seqlen).requires_grad_(direction == "backward")
             call = Call(q, k, v, {"bias": bias, "causal": False})
-            calls: dict[str, tuple[Call, Attend]] = {
-                PLAIN: (Call(q, k, v, {"causal": False}), ours("fa3" if on_gpu else "fa2"))
-            }
-            for variant in ("fa2", "fa3"):
-                if not call.refusal(variant, direction):
-                    calls[variant] = call, ours(variant)
+            plain = Call(q, k, v, {"causal": False}), ours("fa3" if on_gpu else "fa2")
+            taken = (x for x in ("fa2", "fa3") if not call.refusal(x, direction))
+            calls = {PLAIN: plain} | {x: (call, ours(x)) for x in taken}
             calls |= {x.name: (call, peer(x)) for x in providers}
             size = {"batch": batch, "seqlen": seqlen, "heads": heads}
             yield {"direction": direction} | size, self.times(calls, direction)
@@ -371,12 +346,10 @@ class Bench:
 def size_of(table: str, sizes: Namespace) -> Json:
     """What the cells of a table have in common."""
     cell: Json = {"batch": sizes.batch, "seqlen": sizes.seqlen, "heads": sizes.heads}
-    if table == "bias":
-        cell = {}
-    elif table == "mix":
+    if table == "mix":
         cell = {"tokens": sum(sizes.mix), "sequences": len(sizes.mix)}
         cell |= {"shortest": min(sizes.mix), "longest": max(sizes.mix)}
-    return {"dtype": str(sizes.dtype).removeprefix("torch.")} | cell
+    return {"dtype": str(sizes.dtype).removeprefix("torch.")} | (cell if table != "bias" else {})
 
 
 def failed(result: Json) -> bool:
@@ -387,7 +360,6 @@ def failed(result: Json) -> bool:
 
 
 def main() -> int:
-    """Run; the exit status is 1 if a call of flash_ext was wrong or failed."""
     parser = common.parser(__doc__, device=True)
     add = parser.add_argument
     add("--only", choices=TABLES, help="one of the tables")
@@ -397,10 +369,9 @@ def main() -> int:
     recorder = common.begin("options", args)
     sizes = sizes_on(recorder.device)
     bench = Bench(recorder.device, args.rounds)
-    tables = [args.only] if args.only else list(TABLES)
     shapes = [
         (table, d, causal)
-        for table in tables
+        for table in ([args.only] if args.only else TABLES)
         for d in args.d or (BIASES if table == "bias" else sizes.head_dims)
         for causal in ((False,) if table == "bias" else (False, True))
     ]

@@ -4,11 +4,10 @@
     torchrun --nproc-per-node 2 benchmarks/packings.py --device cpu --tokens 2000 --documents 50
     python benchmarks/packings.py --alone 8                           # one rank of eight, no GPU
 
-A step is --layers calls of `flash_ext.integrations.distributed.attention` with the same documents,
-forward and backward. Steps with new documents are timed beside steps with the same ones again, so
-both have the same work and "auto" the same method. Prints JSON. With --alone there are no other
-ranks, kernels or copies: a step is what the host does until a call has its plan and the numbers of
-it that go to a device.
+A step is a call of `flash_ext.integrations.distributed.attention`, forward and backward. Steps with
+new documents are timed beside steps with the same ones again, so both have the same work and "auto"
+the same method. Prints JSON. With --alone there are no other ranks, kernels or copies: a step is
+what the host does until a call has its plan and the numbers of it that go to a device.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import random
 import statistics
 import time
@@ -28,6 +26,7 @@ import common
 import torch
 import torch.distributed as dist
 from common import Json
+from distributed import joined
 from torch import Tensor
 
 from flash_ext.integrations import distributed as cp
@@ -35,15 +34,16 @@ from flash_ext.integrations.distributed import request
 
 METHODS = (*cp.METHODS, "auto")
 LAYOUTS = ("document_zigzag", "zigzag")
+SHORTEST = 16  # tokens of a document
 
 
 def packings(args: argparse.Namespace, seed: int = 0) -> Iterator[tuple[int, ...]]:
     """cu_seqlens of so many documents, in all so many tokens, cut at random: none twice."""
     draw = random.Random(seed)
-    free = args.tokens - args.documents * args.shortest
+    free = args.tokens - args.documents * SHORTEST
     while True:
         cuts = sorted(draw.sample(range(1, free + args.documents), args.documents - 1))
-        inner = (cut + (i + 1) * (args.shortest - 1) for i, cut in enumerate(cuts))
+        inner = (cut + (i + 1) * (SHORTEST - 1) for i, cut in enumerate(cuts))
         yield (0, *inner, args.tokens)
 
 
@@ -65,20 +65,19 @@ class Steps:
         ]  # fmt: skip
 
     def step(self, edges: tuple[int, ...]) -> None:
-        """Every layer's call and its gradients, or what the host does before them."""
+        """A call and its gradients, or what the host does before them."""
         where: dict[str, Any] = {"layout": self.layout, "cu_seqlens": edges}
         groups = self.groups
         if self.args.alone:
             count = cp.sharding(edges[-1], groups.ranks, self.layout, edges).lengths[groups.rank]
         else:
             count = len(cp.shard(self.tokens, 0, **where))
-        for _ in range(self.args.layers):
-            tensors = [x[:count].detach().requires_grad_() for x in self.rows]
-            if self.args.alone:
-                self.plan(tensors, edges)
-            else:
-                out = cp.attention(*tensors, causal=True, method=self.method, **where)
-                torch.autograd.grad(out, tensors, out)
+        tensors = [x[:count].detach().requires_grad_() for x in self.rows]
+        if self.args.alone:
+            self.plan(tensors, edges)
+        else:
+            out = cp.attention(*tensors, causal=True, method=self.method, **where)
+            torch.autograd.grad(out, tensors, out)
 
     def plan(self, tensors: list[Tensor], edges: tuple[int, ...]) -> None:
         """A call's plan, and its numbers on the device."""
@@ -122,13 +121,12 @@ def times(steps: Steps, args: argparse.Namespace) -> Json:
 
 
 def work(args: argparse.Namespace, device: torch.device) -> Json:
-    """This rank's results."""
     cells = [
         {"method": method, "layout": layout} | times(Steps(args, device, method, layout), args)
-        for layout, method in itertools.product(args.layouts, args.methods)
+        for layout, method in itertools.product(LAYOUTS, METHODS)
     ]
-    about = common.describe_setup(device) | {"ranks": dist.get_world_size(), "cells": cells}
-    return {n: x for n, x in vars(args).items() if n not in ("methods", "layouts")} | about
+    ranks = {"ranks": dist.get_world_size(), "cells": cells}
+    return vars(args) | common.describe_setup(device) | ranks
 
 
 def alone(args: argparse.Namespace) -> Json:
@@ -154,29 +152,16 @@ def parse(given: list[str] | None = None) -> argparse.Namespace:
     add("--rank", type=int, default=0, help="which one; or the one that prints")
     add("--tokens", type=int, default=131072, help="of all ranks")
     add("--documents", type=int, default=1000)
-    add("--shortest", type=int, default=16, help="tokens that each document has at least")
-    add("--layers", type=int, default=1, help="calls in a step")
     add("--heads", type=int, nargs=2, default=(32, 8), help="of q and of k")
     add("--dim", type=int, default=128)
     add("--steps", type=int, default=30, help="that are timed")
     add("--warm-up", type=int, default=5)
-    add("--methods", nargs="*", default=list(METHODS), choices=METHODS)
-    add("--layouts", nargs="*", default=list(LAYOUTS), choices=LAYOUTS)
     return parser.parse_args(given)
 
 
 def main() -> None:
     args = parse()
-    if args.alone:
-        found = alone(args)
-    elif args.device == "cuda":
-        place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        torch.cuda.set_device(place)
-        dist.init_process_group("nccl")
-        found = work(args, place)
-    else:
-        dist.init_process_group("gloo")
-        found = work(args, torch.device("cpu"))
+    found = alone(args) if args.alone else work(args, joined(args.device))
     if dist.get_rank() == args.rank:
         print(json.dumps(found, indent=1))
     dist.destroy_process_group()

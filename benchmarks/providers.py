@@ -27,7 +27,7 @@ T = TypeVar("T")
 LABELS: dict[str, str] = SHAPES["names"]["labels"]
 DISTRIBUTIONS: dict[str, str] = SHAPES["names"]["distributions"]
 # Relative errors beyond which a result is wrong: of the whole, and of the worst block of rows.
-WHOLE_LIMIT, BLOCK_LIMIT = 2e-2, 1e-1
+LIMITS = 2e-2, 1e-1
 
 
 class Refused(Exception):
@@ -56,14 +56,12 @@ def prepared(makes: dict[str, Callable[[], T]]) -> tuple[dict[str, T], Json]:
     found: dict[str, T] = {}
     reasons: Json = {}
     for name, make in makes.items():
-        made, reason = attempt(make)
-        if made is None:
-            reasons[name] = reason
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()  # a graph that did not fit must not stay
-        else:
+        made, reasons[name] = attempt(make)
+        if made is not None:
             found[name] = made
-    return found, reasons
+        elif torch.cuda.is_available():
+            torch.cuda.empty_cache()  # a graph that did not fit must not stay
+    return found, {name: reason for name, reason in reasons.items() if reason}
 
 
 @dataclass(frozen=True)
@@ -74,21 +72,13 @@ class Provider:
     name: str
     attend: Attend
     heads_first: bool = False  # takes (B, H, S, D)
-    around: Callable[[], AbstractContextManager[object]] = (
-        nullcontext  # what calls need around them
-    )
+    around: Callable[[], AbstractContextManager[object]] = nullcontext  # of every call
     windows: bool = False  # does ``attend`` take a window?
-    limits: tuple[float, float] = (WHOLE_LIMIT, BLOCK_LIMIT)
+    limits: tuple[float, float] = LIMITS
     fp8: bool = False  # is it asked for 8-bit inputs alone? (fp8_providers.py)
 
     @property
-    def label(self) -> str:
-        """For people."""
-        return LABELS.get(self.name, self.name)
-
-    @property
     def ours(self) -> bool:
-        """Whether this is one of flash_ext's variants."""
         return self.name in flash_ext.VARIANTS
 
     def view(self, x: Tensor) -> Tensor:
@@ -108,8 +98,6 @@ def variant(name: str) -> Provider:
 
 
 def sdpa(name: str, backend: SDPBackend) -> Provider:
-    """One backend of torch's scaled_dot_product_attention."""
-
     def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
         if causal and q.shape[2] != k.shape[2]:
             raise ValueError("is_causal aligns the first query with the first key, not the last")
@@ -128,11 +116,8 @@ def causal_mask(seqlen_q: int, seqlen_k: int, dtype: torch.dtype, device: torch.
 
 def standard() -> Provider:
     """Standard attention in three passes over HBM, in the inputs' type: S = QK', softmax, PV.
-
-    Leaner than flash_ext.reference, which computes lse too and minds fully masked rows, so that
-    no ratio is flattered: the scale goes into Q, and the mask is added in place, which the
-    backward pass has nothing to do for.
-    """
+    Leaner than flash_ext.reference, so that no ratio is flattered: the scale goes into Q, and the
+    mask is added in place, which the backward pass has nothing to do for."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
         group = q.shape[2] // k.shape[2]
@@ -170,8 +155,6 @@ PEERS: dict[str, Callable[[], Provider]] = {
     "flash_attn_3": lambda: package("flash_attn_3", "flash_attn_interface"),
     "flash_attn_4": lambda: package("flash_attn_4", "flash_attn.cute"),
 }
-
-
 # What fa3 is compared with: the fastest of these, cell by cell, as a provider of this name.
 BEST, BEST_OF = "best_peer", ("cudnn", "flash_attn_4")
 
@@ -270,7 +253,7 @@ class Workload:
         """The window, for a provider that takes one. Raises ValueError for another, and `Refused`
         for a variant of flash_ext that does not take the call."""
         if self.window and not provider.windows:
-            raise ValueError(f"{provider.label} has no window")
+            raise ValueError(f"{LABELS[provider.name]} has no window")
         if provider.ours:
             window = (self.window - 1 if self.window else -1, 0 if causal else -1)
             inputs = self.q, self.k, self.v
@@ -303,8 +286,7 @@ class Workload:
         """out, or out, dq, dk, dv, of standard attention in float32, each (B, S, H, D).
 
         Without gradients, and where one head's scores would take more than MATRIX_BYTES, only the
-        last LAST_ROWS rows of out.
-        """
+        last LAST_ROWS rows of out."""
         (batch, seqlen_q, heads, _), (_, seqlen_k, kv_heads, _) = self.q.shape, self.k.shape
         q, dout = self.q, self.dout
         if not gradients and 4 * seqlen_q * seqlen_k > self.MATRIX_BYTES:
@@ -329,10 +311,7 @@ class Workload:
         return [out, *grads[:1], *(x.unflatten(2, (kv_heads, -1)).sum(3) for x in grads[1:])]
 
 
-def check(
-    pairs: Iterable[tuple[Tensor, Tensor]],
-    limits: tuple[float, float] = (WHOLE_LIMIT, BLOCK_LIMIT),
-) -> float:
+def check(pairs: Iterable[tuple[Tensor, Tensor]], limits: tuple[float, float] = LIMITS) -> float:
     """The largest relative error of a call's results, each beside what it should be; raises `Wrong`
     where one is beyond the limits."""
     errors = [relative_error(got, want) for got, want in pairs]

@@ -16,6 +16,7 @@ import functools
 import json
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -69,20 +70,15 @@ def now() -> str:
 
 def say(line: str) -> None:
     """Print a line without breaking a progress bar."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        print(line)
-    else:
-        tqdm.write(line)
+    bar = sys.modules.get("tqdm")
+    (bar.tqdm.write if bar else print)(line)
 
 
 def slug(device: torch.device) -> str:
     """The name of a device's folder under results: 'NVIDIA H200' gives 'nvidia-h200'."""
     if device.type != "cuda":
         return device.type
-    name = torch.cuda.get_device_name(device).lower()
-    return re.sub(r"[^a-z0-9]+", "-", name).strip("-")
+    return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower()).strip("-")
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
@@ -130,16 +126,14 @@ class Recorder:
 
 def words(cell: Json) -> str:
     """A cell in a line."""
-    return ", ".join(
-        name if value is True else value if isinstance(value, str) else f"{name} {value}"
-        for name, value in cell.items()
-        if value
-    )
+    shown = {name: x for name, x in cell.items() if x}
+    return ", ".join(x if isinstance(x, str) else name if x is True else f"{name} {x}"
+                     for name, x in shown.items())  # fmt: skip
 
 
 def show(name: str, result: Json, indent: str = "") -> None:
     """Print a result: its numbers and reasons in a line, and below it its parts that have some."""
-    plain = {key: x for key, x in result.items() if isinstance(x, (int, float, str))}
+    plain = {key: x for key, x in result.items() if not isinstance(x, (dict, list))}
     values = (
         f"{key} {x:.6g}" if isinstance(x, float) else f"{key} {x}" for key, x in plain.items()
     )

@@ -42,7 +42,6 @@ Call = Callable[[], Tensor]
 
 
 def cells(table: str, cpu: bool, head_dims: list[int] | None) -> Iterator[Json]:
-    """The cells of a table."""
     fields = SIZES["all"] | SIZES["tables"][table] | (SIZES["cpu"] if cpu else {})
     fields |= {"d": head_dims} if head_dims else {}
     choices = [x if isinstance(x, list) else [x] for x in fields.values()]
@@ -183,7 +182,6 @@ def measure(cell: Json, timer: Timer, rounds: int) -> Json:
 
 @torch.no_grad()
 def main() -> int:
-    """Run; the exit status is 1 if a call of flash_ext was wrong or failed."""
     parser = common.parser(__doc__, device=True)
     tables = list(SIZES["tables"])
     parser.add_argument("--only", nargs="*", choices=tables, default=tables, help="some tables")

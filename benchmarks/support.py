@@ -158,10 +158,7 @@ def probe(device: torch.device) -> Json:
 
 
 def main() -> int:
-    """Ask the device everything."""
-    parser = common.parser(__doc__, device=True)
-    args = parser.parse_args()
-    recorder = common.begin("support", args)
+    recorder = common.begin("support", common.parser(__doc__, device=True).parse_args())
     for name, by_variant in probe(recorder.device).items():
         recorder.add({"feature": name}, {"answers": by_variant})
         for variant, by_direction in by_variant.items():

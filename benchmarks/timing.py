@@ -44,7 +44,6 @@ def step_times(step: Callable[[], object], count: int, device: torch.device) -> 
 
 
 def repeat(call: Callable[[], object], count: int) -> None:
-    """Call so often."""
     for _ in range(count):
         call()
 
@@ -97,8 +96,7 @@ class Timer(common.timing.Timer):
         is hot; caches are warm.
 
         A turn begins with a third of its time that does not count. No turn is shorter than
-        ``LEAST_TURN``, or the power limit would follow the mean of all calls.
-        """
+        ``LEAST_TURN``, or the power limit would follow the mean of all calls."""
         orders = balanced_orders(list(calls))
         orders = orders[: max(1, int(seconds / LEAST_TURN + 1e-6))]  # 1.2 / 0.4 is below 3
         turn = seconds / max(len(orders), 1) if self.cuda else 0

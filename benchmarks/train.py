@@ -12,15 +12,13 @@ that does not run or fit into memory is left out, with the reason. So is one who
 before the CPU has enqueued it: that time would be Python's.
 
 "small" and "medium" are GPT-2's sizes. "llama" has four layers with the attention of Llama 3.1 8B,
-"bert-large" the shape of BERT-large: the same model and loss without the mask. What it learns (a
-byte that it sees) means nothing, the time of a step does.
+"bert-large" the shape of BERT-large: the same model and loss without the mask.
 
-Every provider trains a model of its own, from the same weights on the same batches. After a few
-steps each, they take turns. A turn is one step that is not timed, then the timed steps one right
-after the other, between CUDA events (on a CPU the wall clock). 'ms' is the median step of all
-turns, 'peak_bytes' one step's peak extra memory with the weights and AdamW's state, as if no other
-model were there. A loss must stay with standard attention's (SDPA's, if that did not run) at every
-step. A provider whose loss does not is called wrong, and has no speed.
+Every provider trains its own model, from the same weights on the same batches. They take turns: one
+step that is not timed, then the timed steps one right after the other. 'ms' is the median step,
+'peak_bytes' one step's peak extra memory with the weights and AdamW's state, as if no other model
+were there. A provider whose loss does not stay with standard attention's (SDPA's, if that did not
+run) at every step is called wrong, and has no speed.
 """
 
 from __future__ import annotations
@@ -32,7 +30,9 @@ import statistics
 import sys
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 import common
 import torch
@@ -47,26 +47,13 @@ import train_gpt  # noqa: E402
 TOKENS, CPU_TOKENS = 16384, 128  # a step's
 
 
-@dataclass(frozen=True)
-class Size:
-    """A model's shape, and the sequence lengths it is trained at."""
-
-    layers: int
-    heads: int
-    width: int
-    seqlens: list[int]
-    causal: bool = True
-    kv_heads: int = 0  # 0: heads
-    rate: float = 1e-4
-
-
-MODELS = {name: Size(**fields) for name, fields in SHAPES["train"].items()}
+DEFAULTS = {"causal": True, "kv_heads": 0, "rate": 1e-4}  # kv_heads = 0: heads
+MODELS = {name: SimpleNamespace(**DEFAULTS | size) for name, size in SHAPES["train"].items()}
 MEGABYTES = 1  # of text: many times what the steps read
 WARM_UP = 3
 SDPA = "sdpa"
 REFERENCES = ("standard", SDPA)  # whose losses the others' must equal: the first that trained
 LOSS_LIMIT = 2**-10  # relative; what roundings do is below a tenth of it
-
 CPU_BOUND = 0.9  # of a step's time: beyond it the GPU waits for what the CPU has not enqueued
 
 
@@ -144,24 +131,19 @@ class Bench:
     """Measures cells, each a model at a sequence length, on one device."""
 
     def __init__(self, args: argparse.Namespace, providers: list[Provider]) -> None:
-        self.args = args
+        self.args, self.providers = args, providers
         self.device = torch.device(args.device)
-        self.providers = providers
         self.data = train_gpt.standard_library(MEGABYTES)
-
-    def config(self, size: Size, seqlen: int) -> train_gpt.Config:
-        """The model and its training at a sequence length."""
-        batch = max(1, self.args.tokens // seqlen)
-        steps = WARM_UP + self.args.rounds * (1 + self.args.steps)
-        return train_gpt.Config(
-            size.layers, size.heads, size.width, seqlen, batch, steps, self.args.device,
-            MEGABYTES, size.rate, kv_heads=size.kv_heads,
-        )  # fmt: skip
 
     def cell(self, model: str, seqlen: int) -> tuple[Json, Json]:
         """A model at a sequence length: what was measured, and the results."""
         size = MODELS[model]
-        config = self.config(size, seqlen)
+        batch = max(1, self.args.tokens // seqlen)
+        steps = WARM_UP + self.args.rounds * (1 + self.args.steps)
+        config = train_gpt.Config(
+            size.layers, size.heads, size.width, seqlen, batch, steps, self.args.device,
+            MEGABYTES, size.rate, kv_heads=size.kv_heads,
+        )  # fmt: skip
         cell: Json = {
             "model": model, "causal": size.causal, "layers": config.layers, "heads": config.heads,
             "kv_heads": config.kv_heads or config.heads, "width": config.width, "rate": size.rate,
@@ -179,16 +161,14 @@ class Bench:
                 name = provider.name
                 if "skipped" in results[name]:
                     continue
-
-                def train(provider: Provider = provider, turn: int = turn) -> Trainee:
-                    if turn == 0:
-                        return Trainee(provider, config, chunks, size.causal)
-                    return trainees[provider.name].turn(self.args.steps)
-
-                trainee, reason = attempt(train)
+                old = trainees.pop(name, None)
+                trainee, reason = attempt(
+                    partial(old.turn, self.args.steps) if old
+                    else partial(Trainee, provider, config, chunks, size.causal)
+                )  # fmt: skip
                 if trainee is None:  # most often: out of memory
                     results[name] |= reason
-                    trainees.pop(name, None)
+                    del old
                     common.free_memory(self.device)
                 else:
                     trainees[name] = trainee
@@ -211,8 +191,7 @@ class Bench:
                 result["skipped"] = f"WRONG RESULT: loss off by {difference:.2g} of {reference}'s"
                 result["wrong"] = True
                 continue
-            seconds = statistics.median(trainee.seconds)
-            host = statistics.median(trainee.host_seconds)
+            seconds, host = map(statistics.median, (trainee.seconds, trainee.host_seconds))
             if self.device.type == "cuda" and host > CPU_BOUND * seconds:
                 result["skipped"] = f"the CPU takes {host * 1e3:.1f} ms of {seconds * 1e3:.1f} ms"
                 result["cpu_bound"] = True
@@ -224,7 +203,6 @@ class Bench:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
     parser = common.parser(__doc__, device=True, choices=["cuda", "cpu"])
     add = parser.add_argument
     add("--model", nargs="+", choices=list(MODELS), help="default: small, on a CPU tiny")
@@ -246,11 +224,9 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run; the exit status is 1 if a variant of flash_ext was wrong or failed somewhere."""
     args = parse()
     recorder = common.begin("train", args)
-    ours = [name for name in args.providers if name in VARIANTS]
-    peers = [name for name in args.providers if name in PEERS]
+    ours, peers = ([x for x in args.providers if x in names] for names in (VARIANTS, PEERS))
     providers, missing = collect(ours, peers)
     if SDPA in args.providers:
         providers.insert(len(ours), sdpa())

@@ -35,6 +35,8 @@ from common import SHAPES
 from timing import Timer
 from torch import Tensor
 
+import flash_ext
+
 HOOKS = "FLASH_EXT_TUNE", "FLASH_EXT_FORCE_TILE", "FLASH_EXT_FORCE_SPLITS"
 SWITCH, TILE_HOOK, SPLITS_HOOK = HOOKS
 TILES = ("small_q", "usual", "long_keys")  # as Fa3ForwardTile has them
@@ -43,13 +45,10 @@ MOST_OVERHEAD = 512
 TOKENS, HIDDEN = 16384, 2048
 LENGTHS = (256, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 3072, 4096, 8192, 16384)
 FEW_KEYS, WINDOWS = (128, 256, 512, 1024), (127, 512, 1024)
-
 Times = dict[Any, dict[Any, float]]  # microseconds of each call with each choice
 
 
 # --- Tiles: the model, as in csrc/plan/cost.h ---
-
-
 class Cost(NamedTuple):
     """Of a tile relative to `usual`, as Fa3Cost in csrc/plan/tuning.h."""
 
@@ -62,8 +61,6 @@ class Cost(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """The size of a tile."""
-
     rows: int
     block_kv: int
 
@@ -72,7 +69,7 @@ class Tile(NamedTuple):
 class Row:
     """A row of a table: its tiles and their costs, where all Q tiles see the same keys, and not."""
 
-    dims: tuple[int, int]
+    d: int
     fp8: bool
     tiles: dict[str, Tile]
     alike: dict[str, Cost]
@@ -84,7 +81,7 @@ class Row:
 
 KINDS = {"tiles": Tile, "alike": Cost, "differ": Cost}
 ROWS = tuple(
-    Row((row["d"], row["d"]), row.get("fp8", False),
+    Row(row["d"], row.get("fp8", False),
         *({n: kind(*x) for n, x in row[field].items()} for field, kind in KINDS.items()))
     for row in SHAPES["tune"]
 )  # fmt: skip
@@ -92,8 +89,6 @@ ROWS = tuple(
 
 @dataclass(frozen=True)
 class Call:
-    """A forward of the grid."""
-
     batch: int
     heads: int
     queries: int
@@ -143,8 +138,7 @@ def choice(row: Row, call: Call, sms: int) -> str:
 def fit(row: Row, name: str, times: Times, sms: int) -> Cost:
     """The percent and overhead of a tile with the least squares of the logarithms of the ratios.
 
-    For an overhead the best percent is a mean, so that only the overhead is searched.
-    """
+    For an overhead the best percent is a mean, so that only the overhead is searched."""
     tile, usual = row.tiles[name], row.tiles[USUAL]
 
     def residuals(overhead: int) -> list[float]:
@@ -170,17 +164,15 @@ def fitted(row: Row, times: Times, sms: int) -> Row:
 
 
 def forward_inputs(row: Row, call: Call, device: torch.device) -> tuple[list[Tensor], Any]:
-    """q, k, v and the options of a call."""
-    dtype = torch.float8_e4m3fn if row.fp8 else torch.bfloat16
-    sizes = (call.queries, row.dims[0]), (call.keys, row.dims[0]), (call.keys, row.dims[1])
-    tensors = [torch.randn(call.batch, n, call.heads, d, device=device).to(dtype) for n, d in sizes]
+    dtype, lengths = torch.float8_e4m3fn if row.fp8 else torch.bfloat16, (call.queries, call.keys)
+    shapes = [(call.batch, n, call.heads, row.d) for n in (*lengths, call.keys)]
+    tensors = [torch.randn(shape, device=device).to(dtype) for shape in shapes]
     return tensors, {"window": (call.window, 0 if call.causal else -1)}
 
 
 # --- Splits of few queries: the model has no closed form, since every SM or its memory may be the
 # limit. So the constants come from a search, together with the time of a launch, which is the same
 # for all numbers of splits. ---
-
 HEAD_DIM, FEW_ROWS, CTAS_PER_SM = 128, 16, 2  # kFa3Decode at 128; many_rows has one CTA on an SM
 CLUSTER = 8  # kMaxClusterSplits
 NUMBERS = (1, 2, 4, *range(CLUSTER, 15 * CLUSTER + 1, CLUSTER))  # those that a plan considers
@@ -191,10 +183,6 @@ class Gpu(NamedTuple):
 
     sms: int
     l2_share: int
-
-    @property
-    def cluster_sms(self) -> int:
-        return self.sms - self.sms // 11
 
 
 @dataclass(frozen=True)
@@ -243,7 +231,7 @@ def decoding_time(call: Decoding, splits: int, x: SplitCosts, gpu: Gpu) -> float
     of_memory = x.of_l2 if size <= gpu.l2_share else x.of_memory
     alone = x.alone_few_rows if few_rows else x.alone_many_rows
     ctas = call.batch * call.kv_heads * splits
-    at_once = (CTAS_PER_SM if few_rows else 1) * (gpu.sms if splits <= 2 else gpu.cluster_sms)
+    at_once = (CTAS_PER_SM if few_rows else 1) * (gpu.sms - (gpu.sms // 11 if splits > 2 else 0))
 
     def wave(of_ctas: int) -> float:
         iterations = -(-call.keys // (128 * splits))
@@ -281,22 +269,17 @@ def fitted_splits(times: Times, gpu: Gpu, start: SplitCosts) -> SplitCosts:
 
 
 def decoding_inputs(call: Decoding, device: torch.device) -> tuple[list[Tensor], Any]:
-    """q, k, v and the options of a call."""
     options: Any = {"dtype": torch.bfloat16, "device": device}
     q = torch.randn(call.batch, 1, call.kv_heads * call.group, HEAD_DIM, **options)
     return [q, *torch.randn(2, call.batch, call.keys, call.kv_heads, HEAD_DIM, **options)], {}
 
 
 # --- Measuring, of both ---
-
-
 def measure(
     calls: Iterable[Any], inputs: Callable[[Any], tuple[list[Tensor], Any]],
     choices: Callable[[Any], Mapping[Any, int]], hook: str, timer: Timer, min_time: float
 ) -> Times:  # fmt: skip
     """The times of each call with every choice, forced by the number it has in `hook`, in turns."""
-    import flash_ext
-
     times: Times = {}
     asked = list(calls)
     for call in common.progress(asked, len(asked), hook):
@@ -332,15 +315,14 @@ def report(
 
 
 def tune_forward(timer: Timer, head_dims: list[int], min_time: float, gpu: Gpu) -> None:
-    """Print the costs of the tiles that fit this GPU."""
     for row in ROWS:
-        if head_dims and row.dims[0] not in head_dims:
+        if head_dims and row.d not in head_dims:
             continue
         numbers = {name: TILES.index(name) for name in row.tiles}
-        times = measure(grid(row.dims[0]), lambda c, r=row: forward_inputs(r, c, timer.device),
+        times = measure(grid(row.d), lambda c, r=row: forward_inputs(r, c, timer.device),
                         lambda _, n=numbers: n, TILE_HOOK, timer, min_time)  # fmt: skip
         new = fitted(row, times, gpu.sms)
-        title = f"head dims {row.dims[0]}, {row.dims[1]}{' in FP8' if row.fp8 else ''}"
+        title = f"head dim {row.d}{' in FP8' if row.fp8 else ''}"
         print("\n".join(report(title, times, lambda c, r=row: choice(r, c, gpu.sms),
                                lambda c, r=new: choice(r, c, gpu.sms))))  # fmt: skip
         for name in row.tiles.keys() - {USUAL}:
@@ -348,7 +330,6 @@ def tune_forward(timer: Timer, head_dims: list[int], min_time: float, gpu: Gpu) 
 
 
 def tune_splits(timer: Timer, min_time: float, gpu: Gpu) -> None:
-    """Print the constants of the splits of few queries that fit this GPU."""
     times = measure(decodings(), lambda c: decoding_inputs(c, timer.device),
                     lambda c: {n: n for n in c.splits()}, SPLITS_HOOK, timer, min_time)  # fmt: skip
     today = SplitCosts()
@@ -359,19 +340,7 @@ def tune_splits(timer: Timer, min_time: float, gpu: Gpu) -> None:
         print(f"  {x.name}: {getattr(new, x.name):.2g}")
 
 
-def refuse_without_hook() -> None:
-    """End if the kernels would run their own choice whatever is asked for."""
-    from flash_ext.ops import binary
-
-    library = Path(binary.__file__).parents[1] / "_C.abi3.so"
-    content = library.read_bytes() if library.is_file() else b""
-    for name in HOOKS:
-        if name.encode() not in content:
-            raise SystemExit(f"these kernels do not read {name}: make build")
-
-
 def main() -> int:
-    """Measure, and print the choices and the constants."""
     parser = common.parser(__doc__)
     add = parser.add_argument
     add("--only", choices=("forward", "splits"), help="default: both")
@@ -381,7 +350,9 @@ def main() -> int:
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         raise SystemExit("tune.py needs a Hopper GPU: the tiles are fa3's")
     os.environ[SWITCH] = "1"
-    refuse_without_hook()
+    kernels = Path(flash_ext.__file__).with_name("_C.abi3.so").read_bytes()
+    if missing := [name for name in HOOKS if name.encode() not in kernels]:
+        raise SystemExit(f"these kernels would choose themselves, without {missing}: make build")
     device = torch.device("cuda", torch.cuda.current_device())
     found = torch.cuda.get_device_properties(device)
     gpu = Gpu(found.multi_processor_count, min(found.L2_cache_size // 5 * 4, 32 << 20))

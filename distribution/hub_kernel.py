@@ -14,15 +14,13 @@ takes its place, if it has the same version. Nothing is downloaded.
 import sys
 from pathlib import Path
 
-_HERE = Path(__file__).resolve().parent
-__version__ = "VERSION"
+_HERE, __version__ = str(Path(__file__).resolve().parent), "VERSION"
 
-sys.path.insert(0, str(_HERE))
+sys.path.insert(0, _HERE)
 try:
     import flash_ext
 finally:
-    sys.path.remove(str(_HERE))
-
+    sys.path.remove(_HERE)
 if flash_ext.__version__ != __version__:
     raise ImportError(
         f"this kernel is flash_ext {__version__}, and flash_ext {flash_ext.__version__} is imported"

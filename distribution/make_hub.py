@@ -18,13 +18,10 @@ from pathlib import Path
 
 from release import DIST, ROOT, record_of, unpack, wheel_path
 
-METADATA = {
-    "name": "flash-ext",
-    "version": 1,  # one number, raised when callers must change something
-    "kernels-minver": "0.17.0",  # the oldest that knows variants of the stable ABI
-    "license": "MIT",
-    "python-depends": [],
-}
+# The version is raised when callers must change something; kernels 0.17 is the oldest that knows
+# variants of the stable ABI.
+METADATA = {"name": "flash-ext", "version": 1, "kernels-minver": "0.17.0", "license": "MIT",
+            "python-depends": []}  # fmt: skip
 # What the hub itself reads of README.md; the text is hub_kernel.py's.
 CARD = "---\nlicense: mit\nlibrary_name: kernels\ntags: [kernel]\n---\n"
 
@@ -35,7 +32,6 @@ def architectures(targets: str) -> list[str]:
 
 
 def make(wheel: Path, folder: Path) -> None:
-    """The whole layout."""
     record = record_of(wheel)
     kernel = (ROOT / "distribution/hub_kernel.py").read_text().replace("VERSION", record["version"])
     gpu = {"type": "cuda", "archs": architectures(record["targets"])}

@@ -1,17 +1,12 @@
 """Links against the symbols of manylinux_2_28, on a system that has newer ones.
 
-A library asks at load time for the versions of symbols that it was linked with: with a newer glibc
-or libstdc++ than manylinux_2_28 has it does not load on older systems. So `link_flags` makes
-stand-ins for the system's libraries. They hold no code, only the symbols that existed then, each
-with the version it had then; the linker sees these in place of the real ones. The little of
-libstdc++ that is newer (constructors of string streams) is linked statically and hidden, as in
-the compilers of the manylinux images.
-
-libtorch has stand-ins as well, with its stable ABI alone: other functions of torch do not link, nor
-do Python's, so every Python can load the library. The stand-ins are for the machine that the
-compiler compiles for, which torch's libraries need not be.
-
-Nothing here proves the result: `make check-wheel` has auditwheel do that.
+A library asks at load time for the versions of symbols that it was linked with. So `link_flags`
+makes stand-ins for the system's libraries, which hold no code, only the symbols that existed then,
+each with the version it had; the linker sees these in place of the real ones. The little of
+libstdc++ that is newer (constructors of string streams) is linked statically and hidden, as in the
+compilers of the manylinux images. libtorch has stand-ins as well, with its stable ABI alone: other
+functions of torch do not link, nor do Python's. The stand-ins are for the machine that the compiler
+compiles for. Nothing here proves the result: `make check-wheel` has auditwheel do that.
 """
 
 from __future__ import annotations
@@ -24,28 +19,23 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
+# The machines that wheels are made for, with their dynamic linkers.
 LOADERS = {"x86_64": "ld-linux-x86-64.so.2", "aarch64": "ld-linux-aarch64.so.1"}
-"""The machines that wheels are made for, with their dynamic linkers."""
-
+# The newest versions of symbols that the platform has.
 NEWEST = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7, 0, 0)}
-"""The newest versions of symbols that the platform has."""
-
 LIBRARIES = ("libstdc++.so.6", "libm.so.6", "libgcc_s.so.1", "libc.so.6")
+# libc_nonshared has atexit, which each library has for itself; libgcc the atomics of aarch64.
 STATIC = ("libstdc++.a", "libc_nonshared.a", "libgcc.a")
-"""libc_nonshared has atexit, which each library has for itself; libgcc the atomics of aarch64."""
+# The libraries of the symbols that glibc 2.34 moved to libc, by their prefix.
 MOVED = {"dl": "libdl.so.2", "pthread_": "libpthread.so.0", "sem_": "libpthread.so.0",
          "shm_": "librt.so.1"}  # fmt: skip
-"""The libraries of the symbols that glibc 2.34 moved to libc, by their prefix."""
-
+# The assembler's types of symbols by readelf's; the others are functions.
 TYPES = {"OBJECT": "object", "TLS": "tls_object"}
-"""The assembler's types of symbols by readelf's; the others are functions."""
-
 # The headers of a newer glibc tell libstdc++ that this exists. 0: there may be threads.
 ABSENT = 'extern "C" { __attribute__((visibility("hidden"))) char __libc_single_threaded = 0; }\n'
 
-SYMBOL = re.compile(  # Num: Value Size Type Bind Vis Ndx Name@@Version
-    r"^ *\d+: \w+ +\w+ (\w+) +(?:GLOBAL|WEAK|UNIQUE) +DEFAULT +\d+ ([^\s@]+)@*(\S*)", re.MULTILINE
-)
+# Num: Value Size Type Bind Vis Ndx Name@@Version
+SYMBOL = r"(?m)^ *\d+: \w+ +\w+ (\w+) +(?:GLOBAL|WEAK|UNIQUE) +DEFAULT +\d+ ([^\s@]+)@*(\S*)"
 
 
 def compiler(*arguments: str | Path, text: str = "") -> str:
@@ -56,7 +46,7 @@ def compiler(*arguments: str | Path, text: str = "") -> str:
 def symbols_of(library: str | Path) -> list[tuple[str, str, str]]:
     """(type, name, version) of each symbol that a library defines."""
     command = ["readelf", "--dyn-syms", "-W", library]
-    return SYMBOL.findall(subprocess.check_output(command, text=True))
+    return re.findall(SYMBOL, subprocess.check_output(command, text=True))
 
 
 def old_symbols(libraries: Iterable[str]) -> dict[str, dict[str, tuple[str, str]]]:
@@ -83,13 +73,9 @@ def make_stand_in(folder: Path, soname: str, symbols: dict[str, tuple[str, str]]
     lines = []
     for index, (name, (version, kind)) in enumerate(sorted(symbols.items())):
         label = f"s{index}" if version else name
-        lines += [
-            '.section .tdata,"awT",@progbits' if kind == "TLS" else ".data",
-            f".globl {label}",
-            f".type {label}, @{TYPES.get(kind, 'function')}",
-            f"{label}: .quad 0",
-            f".symver {label}, {name}@@{version}" if version else "",
-        ]
+        section = '.section .tdata,"awT",@progbits' if kind == "TLS" else ".data"
+        lines += [section, f".globl {label}", f".type {label}, @{TYPES.get(kind, 'function')}"]
+        lines += [f"{label}: .quad 0", f".symver {label}, {name}@@{version}" if version else ""]
     versions = sorted({version for version, _ in symbols.values() if version})
     script = folder / f"{soname}.map"
     script.write_text("".join(f"{x} {{}};\n" for x in versions) or "{ *; };\n")
@@ -102,9 +88,7 @@ def make_stand_in(folder: Path, soname: str, symbols: dict[str, tuple[str, str]]
 
 def link_flags(folder: Path, machine: str, libtorch: Path) -> list[str]:
     """Makes the stand-ins in `folder`; returns what g++ needs at the end of the link command.
-
-    `libtorch` is the libtorch_cpu.so of any machine. The stand-ins of libtorch are for -l.
-    """
+    `libtorch` is the libtorch_cpu.so of any machine; its stand-ins are for -l."""
     if machine not in LOADERS:
         raise SystemExit(f"flash_ext: FLASH_EXT_PORTABLE=1 is not for {machine}")
     folder.mkdir(parents=True, exist_ok=True)
@@ -115,12 +99,7 @@ def link_flags(folder: Path, machine: str, libtorch: Path) -> list[str]:
     stand_ins = [make_stand_in(folder, so, found) for so, found in symbols.items()]
     absent = folder / "absent.o"
     compiler("-fPIC", "-c", "-x", "c++", "-", "-o", absent, text=ABSENT)
-    # The static libstdc++ comes last: for what the stand-ins do not have.
+    # The static libstdc++ comes after the stand-ins, for what these do not have; then the others'.
     static = [compiler(f"-print-file-name={x}") for x in STATIC]
-    return [
-        *("-nodefaultlibs", str(absent), "-Wl,--as-needed"),
-        *stand_ins,
-        *static,
-        *stand_ins[1:],  # without libstdc++'s
-        "-Wl,-z,defs",
-    ]
+    libraries = [*stand_ins, *static, *stand_ins[1:]]
+    return ["-nodefaultlibs", str(absent), "-Wl,--as-needed", *libraries, "-Wl,-z,defs"]

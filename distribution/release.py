@@ -4,8 +4,7 @@
     python release.py           # by `make release`
 
 A wheel is of this source, without slow kernels, and at most 12 MB large. For a release tests and
-sanitizers also ran on a GPU with this very source (its digest), without a failure. The tests of the
-wheel are `nox -s complete`'s.
+sanitizers ran on a GPU with this very source (its digest). `nox -s complete` tests the wheel.
 """
 
 from __future__ import annotations
@@ -48,8 +47,7 @@ def unpack(wheel: Path, folder: Path) -> None:
 
 def identity(wheel: Path) -> dict[str, str]:
     """The head of compat.json, if this wheel was tested: its library and its source."""
-    record = record_of(wheel)
-    return {"wheel": record["sha256"], "digest": record["digest"]}
+    return {"wheel": record_of(wheel)["sha256"], "digest": record_of(wheel)["digest"]}
 
 
 def wheel_complaints(wheel: Path, source: str) -> Iterator[str]:
@@ -64,9 +62,8 @@ def wheel_complaints(wheel: Path, source: str) -> Iterator[str]:
 def gpu_complaints(source: str, results: Path = RESULTS) -> Iterator[str]:
     """The missing reports from a GPU."""
     for name, command in (("tests", "gpu-test"), ("sanitizer", "sanitize")):
-        found = [json.loads(path.read_text()) for path in results.glob(f"*/{name}.json")]
-        found = [run for run in found if run.get("digest") == source]
-        if not found:
+        every = [json.loads(path.read_text()) for path in results.glob(f"*/{name}.json")]
+        if not (found := [run for run in every if run.get("digest") == source]):
             yield f"no {name} of source {source}: run make {command} on a GPU"
         for run in found:
             counts = run.get("counts", {"passed": 1, "failed": 0, "error": 0})
@@ -78,11 +75,9 @@ def gpu_complaints(source: str, results: Path = RESULTS) -> Iterator[str]:
 
 def main(machine: str = "") -> None:
     source = digest.source_digest()
-    found = list(
-        wheel_complaints(wheel_path(machine), source) if machine else gpu_complaints(source)
-    )
-    if found:
-        sys.exit("\n".join(f"WRONG: {x}" for x in found))
+    found = wheel_complaints(wheel_path(machine), source) if machine else gpu_complaints(source)
+    if text := "\n".join(f"WRONG: {x}" for x in found):
+        sys.exit(text)
 
 
 if __name__ == "__main__":

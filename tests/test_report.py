@@ -21,9 +21,11 @@ from flash_ext.bench.__main__ import parse
 common = gpu_test_report.common
 import results  # noqa: E402
 from report import __main__ as report  # noqa: E402
-from report import figures, front, support, tables  # noqa: E402
+from report import figures, speed, subjects, support, tables  # noqa: E402
+from results import Json  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
+GPUS = tables.gpu_folders()
 MAIN = tables.main_gpu() or common.RESULTS  # the GPU of which most is measured
 
 
@@ -31,7 +33,7 @@ def test_documents_are_the_generated_ones() -> None:
     assert not [path.name for path in report.outdated(ROOT)], "run: make report"
 
 
-@pytest.mark.parametrize("folder", tables.gpu_folders(), ids=lambda p: p.name)
+@pytest.mark.parametrize("folder", GPUS, ids=lambda p: p.name)
 def test_figures_belong_to_the_results(folder: Path) -> None:
     assert not figures.stale(folder), "run: make report"
     files = {path.stem for path in (figures.FOLDER / folder.name).glob("*.svg")}
@@ -66,12 +68,46 @@ def test_results_say_what_they_were_measured_with(path: Path) -> None:
 
 
 def test_every_subject_is_shown(copied: Path) -> None:
-    """In the page of a GPU, and none is missed if it was not measured."""
-    text = report.appendix(copied)
+    """In the page of a GPU that has it, and none is missed if it was not measured."""
+    text = "".join(map(report.appendix, GPUS))
     assert all(f"\n## {heading}\n" in text for heading in report.APPENDIX)
     for path in copied.glob("*.jsonl"):
         path.unlink()
     assert "\n## " not in report.appendix(copied)
+
+
+def row(subject: str, ms: dict[str, float], cell: Json) -> Json:
+    """A line of a result file, whose calls took so many milliseconds."""
+    setup = {"device": "D", "torch": "2", "kernels": "k", "digest": "d", "date": "2026-01-02"}
+    times = {name: {"ms": x, "tbps": 1 / x} for name, x in ms.items()}
+    return {"cell": cell, "result": {subject: times, "density": 0.25}, "setup": setup}
+
+
+def test_masks_and_serving_are_compared_the_right_way_up(tmp_path: Path) -> None:
+    """Above 1 a peer takes longer; a mask below 1 less than the call without one."""
+    size = {"batch": 2, "seqlen": 1024, "heads": 4, "kv_heads": 2, "d": 64}
+    assert not [*subjects.masks_section(tmp_path), *subjects.serving_section(tmp_path)]
+    ms = {f"{name} {way}": x * y for way, y in (("forward", 1.0), ("both", 3.0))
+          for name, x in (("flash_ext", 0.5), ("no mask", 2.0), ("flex", 0.75))}  # fmt: skip
+    results.append(tmp_path / "masks.jsonl", [row("results", ms | {"make": 0.02}, size | {
+        "name": "prefix"})])  # fmt: skip
+    *_, forward, both = "\n".join(subjects.masks_section(tmp_path)).splitlines()
+    name = "prefix, 2 x 1024, 4/2 heads of 64"
+    assert forward == f"| {name} | forward | 25% | 500 | 0.25 | 1.50 | – | – | 20 |"
+    assert both.split(" | ")[3:6] == ["1,500", "0.25", "1.50"]
+
+    call = size | {"table": "decode", "seqlen_q": 1}
+    ms = {"flash_ext": 0.1, "dense": 0.08, "cudnn": 0.2}
+    results.append(tmp_path / "serving.jsonl", [
+        row("providers", ms, call | {"page": 16, "longest": 3, "table": "mixed"}),
+        row("providers", {"flash_ext": 0.1, "flash": 0.3}, call | {"page": 0}),
+    ])  # fmt: skip
+    head, _, decode, mixed = "\n".join(subjects.serving_section(tmp_path)).splitlines()[-4:]
+    assert head.endswith("| µs | TB/s | over dense | SDPA flash | cuDNN, pages |")
+    what = "d 64, 1 query, 2 x 1,024 keys"
+    assert decode == f"| decode, {what} | dense | 100.0 | 10.00 | – | 3.00 | – |"
+    longer = f"mixed, {what}, one of them 3 times as long"
+    assert mixed == f"| {longer} | pages of 16 | 100.0 | 10.00 | 1.25 | – | 2.00 |"
 
 
 def test_front_page_has_the_numbers_of_these_kernels(
@@ -81,7 +117,7 @@ def test_front_page_has_the_numbers_of_these_kernels(
     other = copied.with_name("gpu-b")
     shutil.copytree(copied, other)
     monkeypatch.setattr(results, "is_current", lambda subject, setup: False)
-    assert front.front_section().count(" the speed of the best peer (") == 4
+    assert speed.front_section().count(" the speed of the best peer (") == 4
     lines = results.read(other / "compare.jsonl")
     for line in lines:
         line["setup"] |= {"kernels": "now", "device": "B"}
@@ -91,7 +127,7 @@ def test_front_page_has_the_numbers_of_these_kernels(
     (other / "compare.jsonl").unlink()
     results.append(other / "compare.jsonl", lines)
     monkeypatch.setattr(results, "is_current", lambda subject, s: s["kernels"] == "now")
-    assert front.front_section().count(" the speed of SDPA cuDNN (") == 2
+    assert speed.front_section().count(" the speed of SDPA cuDNN (") == 2
 
 
 def test_the_front_page_shows_what_bench_prints() -> None:
@@ -102,7 +138,7 @@ def test_the_front_page_shows_what_bench_prints() -> None:
     where, _, _, command, title, _, *rows = block.splitlines()
     (shape,) = parse(["--device", "cpu", "--full-size", *command.split()[4:]]).shapes
     assert title == f"forward, bfloat16: {shape}"
-    cell = next(c for c in tables.load("compare", MAIN) if front.SAMPLE.items() <= c.items())
+    cell = next(c for c in tables.load("compare", MAIN) if speed.SAMPLE.items() <= c.items())
     assert cell["setup"]["device"] in where and cell["setup"]["kernels"] in where
     times = {n: x["ms"] for n, x in cell["providers"].items() if "ms" in x}
     assert {float(row[21:].split()[0]) for row in rows} == {

@@ -20,7 +20,7 @@ from tune import Cost, Gpu, Row, SplitCosts  # isort: skip
 
 PLAN = Path(__file__).resolve().parent.parent / "csrc/plan"
 TUNING, COST = (" ".join((PLAN / name).read_text().split()) for name in ("tuning.h", "cost.h"))
-ROWS = {(row.dims[0], row.fp8): row for row in tune.ROWS}
+ROWS = {(row.d, row.fp8): row for row in tune.ROWS}
 GPU = Gpu(132, 32 << 20)
 TODAY, TRUE = SplitCosts(), SplitCosts(4.0, 1.5, 0.5, 0.45, 0.7, 0.8, 0.9, 2.5)
 
@@ -32,7 +32,7 @@ def times_of(row: Row) -> tune.Times:
             name: (1 + number % 3) * tune.forward_time(call, tile, row.costs(call)[name], GPU.sms)
             for name, tile in row.tiles.items()
         }
-        for number, call in enumerate(tune.grid(row.dims[0]))
+        for number, call in enumerate(tune.grid(row.d))
     }
 
 
@@ -74,11 +74,11 @@ def test_choices_are_those_of_plans() -> None:
     """tune.py has a copy of the models whose constants it fits."""
     native = python_module("flash_ext_native", [NATIVE / "native.cpp"])
     for row in (x for x in ROWS.values() if not x.fp8):
-        for call in tune.grid(row.dims[0]):
+        for call in tune.grid(row.d):
             window = (call.window, 0 if call.causal else -1)
             heads = call.batch * call.heads
             expected = row.tiles[tune.choice(row, call, GPU.sms)]
-            found = native.fa3_tile(row.dims, heads, call.queries, call.keys, window, False)
+            found = native.fa3_tile((row.d, row.d), heads, call.queries, call.keys, window, False)
             assert found == expected, call
     for call in tune.decodings():
         found = native.decode_splits(call.batch, call.kv_heads, call.group, call.keys)

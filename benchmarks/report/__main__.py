@@ -20,7 +20,6 @@ import common
 import results
 
 from . import figures, speed, subjects
-from .front import bench_section, front_section
 from .support import compat_section, support_section
 from .tables import NOWHERE, UNKNOWN, device_of, gpu_folders, load, main_gpu, provenance
 
@@ -33,6 +32,8 @@ APPENDIX: dict[str, tuple[tuple[str, ...], tuple[Callable[[Path], Iterator[str]]
     "Memory": ((), (subjects.memory_section,)),
     "Training": ((), (subjects.training_section,)),
     "What options cost": ((), (subjects.options_section,)),
+    "Masks": ((), (subjects.masks_section,)),
+    "Serving": ((), (subjects.serving_section,)),
     "Many GPUs": ((), (subjects.distributed_section,)),
 }
 
@@ -85,18 +86,20 @@ def of_walkthrough(part: Callable[[Path], str]) -> Section:
     return lambda: (part(folder) if (folder := main_gpu()) else "") or NOWHERE
 
 
+def picture(folder: Path, name: str) -> str:
+    return "".join(figures.pictures(folder, WALKTHROUGH, name))
+
+
 def pages_section() -> str:
-    """Links to the appendix."""
-    return (
-        "\n".join(f"- [{device_of(p)}](benchmarks/{p.name}.md)" for p in gpu_folders()) or NOWHERE
-    )
+    links = (f"- [{device_of(p)}](benchmarks/{p.name}.md)" for p in gpu_folders())
+    return "\n".join(links) or NOWHERE
 
 
 DOCUMENTS: dict[str, dict[str, Section]] = {
-    "README.md": {"speed": front_section, "bench": bench_section},
+    "README.md": {"speed": speed.front_section, "bench": speed.bench_section},
     "docs/support.md": {"support": support_section, "compat": compat_section},
     str(PAGE): {
-        "speed": lambda: front_section(str(PAGE)),
+        "speed": lambda: speed.front_section(str(PAGE)),
         "grid": of_main_gpu(speed.grid_table, "compare"),
         "models": of_main_gpu(speed.models_table, "compare", about=False),
         "fp8": of_main_gpu(speed.fp8_summary, "compare", about=False),
@@ -107,12 +110,10 @@ DOCUMENTS: dict[str, dict[str, Section]] = {
     },
     str(WALKTHROUGH): {
         "tiling": of_walkthrough(lambda p: speed.gains(p, "fa1", "standard")),
-        "recomputation": of_walkthrough(
-            lambda p: "".join(figures.pictures(p, WALKTHROUGH, "memory"))
-        ),
+        "recomputation": of_walkthrough(lambda p: picture(p, "memory")),
         "fa2": of_walkthrough(lambda p: speed.gains(p, "fa2", "fa1")),
         "fa3": of_walkthrough(lambda p: speed.gains(p, "fa3", "fa2")),
-        "all": of_walkthrough(lambda p: "".join(figures.pictures(p, WALKTHROUGH, "speed"))),
+        "all": of_walkthrough(lambda p: picture(p, "speed")),
     },
 }
 
@@ -134,15 +135,11 @@ def outdated(root: Path) -> dict[Path, str]:
         for section, content in sections.items():
             text = replaced(text, section, content())
         wanted[root / name] = text
-    return {
-        path: text
-        for path, text in wanted.items()
-        if not path.is_file() or path.read_text() != text
-    }
+    old = {path: path.read_text() if path.is_file() else None for path in wanted}
+    return {path: text for path, text in wanted.items() if old[path] != text}
 
 
 def main() -> int:
-    """Rewrite or check the documents and figures."""
     parser = common.parser(__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if it differs")
     parser.add_argument("--root", type=Path, default=common.ROOT, help="of README.md and docs/")

@@ -29,18 +29,7 @@ from .tables import load, mask_of, select, size_name, speeds
 
 FOLDER = common.ROOT / "docs" / "figures"
 FULL_WIDTH, PIXELS = 9.0, 100  # inches, and pixels per inch
-
-# Colour, marker and line of each method.
-STYLES = {
-    "fa1": ("#e69f00", "^", "-"),
-    "fa2": ("#009e73", "s", "-"),
-    "fa3": ("#0072b2", "o", "-"),
-    "flash": ("#cc79a7", "D", "--"),
-    "cudnn": ("#d55e00", "v", "--"),
-    "efficient": ("#8c6bb1", "<", "--"),
-    "flash_attn_4": ("#000000", "x", "--"),
-    "standard": ("#666666", "P", "-."),
-}
+STYLES: dict[str, list[str]] = common.SHAPES["names"]["styles"]  # colour, marker, line
 
 
 @dataclass(frozen=True)
@@ -54,36 +43,21 @@ class Figure:
 
     def digest(self, data: Any) -> str:
         """Sixteen hex digits of what is drawn and how."""
-        how = inspect.getsource(sys.modules[__name__])
+        style = STYLES, Path(__file__).with_suffix(".mplstyle").read_text()
+        how = inspect.getsource(sys.modules[__name__]), *style
         text = json.dumps([self.title, data, how], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def path(self, gpu: str) -> Path:
-        """Where the figure of a GPU lies."""
         return FOLDER / gpu / f"{self.name}.svg"
 
 
 def pyplot() -> Any:
     """matplotlib, set up so that equal data give equal files."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams.update({
-        "svg.hashsalt": "flash_ext",
-        "svg.fonttype": "none",
-        "font.family": ["DejaVu Sans"],
-        "font.size": 10,
-        "axes.titlesize": 10,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.grid": True,
-        "grid.color": "#dddddd",
-        "lines.linewidth": 1.6,
-        "lines.markersize": 5,
-        "legend.frameon": False,
-    })  # fmt: skip
     import matplotlib.pyplot
 
+    matplotlib.use("svg")
+    matplotlib.style.use(Path(__file__).with_suffix(".mplstyle"))
     return matplotlib.pyplot
 
 
@@ -103,22 +77,16 @@ def over_lengths(axis: Any, lengths: Iterable[int]) -> None:
     axis.set_xlabel("sequence length S (tokens)")
 
 
-def label_of(method: str) -> str:
-    """In a legend, where there is little room."""
-    return LABELS[method].removeprefix("flash_ext ")
-
-
 def line(axis: Any, method: str, xs: list[Any], ys: list[Any], **options: Any) -> None:
-    """One method's curve."""
     color, marker, style = STYLES[method]
     options = {"color": color, "marker": marker, "linestyle": style} | options
-    axis.plot(xs, ys, label=label_of(method), **options)
+    axis.plot(xs, ys, label=LABELS[method].removeprefix("flash_ext "), **options)
 
 
-def legend_above(figure: Any, axis: Any, columns: int = 7) -> None:
+def legend_above(figure: Any, axis: Any) -> None:
     """The legend of one axis, over the whole figure."""
     handles, labels = axis.get_legend_handles_labels()
-    columns = min(columns, len(labels))
+    columns = min(7, len(labels))
     figure.legend(handles, labels, loc="outside upper center", ncols=columns, fontsize=9)
 
 
@@ -140,11 +108,8 @@ def speed_data(*directions: str, **wanted: Any) -> Callable[[Path], Any]:
                 title = f"{direction}, {title}" if len(directions) > 1 else title
                 cells = sorted(select(found, causal=causal, d=d), key=lambda c: c["seqlen"])
                 for method in SPEED_ROWS:
-                    points = {
-                        c["seqlen"]: round(r["tflops"], 1)
-                        for c in cells
-                        if "ms" in (r := c["providers"].get(method, {}))
-                    }
+                    of_method = ((c["seqlen"], c["providers"].get(method, {})) for c in cells)
+                    points = {s: round(r["tflops"], 1) for s, r in of_method if "ms" in r}
                     if points:
                         rows.append([title, method, points])
         return rows or None
@@ -229,9 +194,8 @@ def stale(folder: Path) -> list[str]:
     return found
 
 
-def write(folder: Path) -> list[Path]:
+def write(folder: Path) -> None:
     """Draw every figure whose data there are, and delete the others."""
-    written = []
     for path in (FOLDER / folder.name).glob("*.svg"):
         path.unlink()
     for figure in FIGURES:
@@ -245,5 +209,3 @@ def write(folder: Path) -> list[Path]:
         drawn.savefig(path, metadata=metadata, dpi=PIXELS)
         pyplot().close(drawn)
         path.write_text("\n".join(s.rstrip() for s in path.read_text().splitlines()) + "\n")
-        written.append(path)
-    return written

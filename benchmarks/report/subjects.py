@@ -1,16 +1,17 @@
-"""The tables of everything but speed: memory, FP8's errors, training, options, many GPUs.
+"""The tables of everything but speed: memory, training, options, masks, serving, many GPUs.
 
 Each section yields the parts of one GPU, and nothing if its subject was not measured there.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from pathlib import Path
 
 from cells import GRID
-from common import Json
+from common import SHAPES, Json
 from options import BIAS_PEERS, MEASURED, MIXED, OPTIONS, PLAIN, REPEATS, TABLES
 from providers import LABELS
 
@@ -18,6 +19,10 @@ from .tables import NO, Entry, load, mask_of, pivot, provenance, select, size_na
 
 PASSES = ("forward", "backward")
 MIXED_LABELS = {"as drawn": "flash_ext", "varlen_attn": "torch's varlen_attn"}
+MASK_PEERS = {"flex": "FlexAttention", "efficient": "SDPA efficient", "cudnn": "SDPA cuDNN"}
+SERVING = SHAPES["serving"]
+SERVING_PEERS = {"batch_invariant": "batch-invariant", "flash": "SDPA flash",
+                 "varlen_attn": "torch's varlen_attn", "cudnn": "cuDNN, pages"}  # fmt: skip
 
 
 def memory_table(folder: Path, *directions: str) -> str:
@@ -42,7 +47,6 @@ def memory_table(folder: Path, *directions: str) -> str:
 
 
 def memory_section(folder: Path) -> Iterator[str]:
-    """Peak extra memory over S."""
     if rows := load("memory", folder):
         yield f"{provenance(rows)}."
         yield memory_table(folder, "forward", "both")
@@ -50,9 +54,7 @@ def memory_section(folder: Path) -> Iterator[str]:
 
 # ----------------------------------------------------------------------------------------- FP8
 def fp8_errors_section(folder: Path) -> Iterator[str]:
-    """Errors of FP8 on inputs with outliers."""
     rows = select(load("fp8_errors", folder), experiment="outliers")
-
     entries = (
         ((name,), f"d {row['d']}, {row['seqlen']} keys", f"{r['rmse']:.1e} ({r['rmse_max']:.1e})")
         for row in rows for name, r in row["methods"].items()
@@ -67,17 +69,19 @@ SIZES = {"small": "GPT-2 small", "medium": "GPT-2 medium", "bert-large": "as BER
          "llama": "4 layers as Llama 3.1 8B's"}  # fmt: skip
 
 
+def size_of(cell: Json) -> str:
+    """A model and its sequence length."""
+    return f"{SIZES.get(cell['model'], cell['model'])}, S {cell['seqlen']}"
+
+
 def training_rows(folder: Path) -> list[Json]:
     """The cells, those without a mask first, then by width and S."""
-    rows = load("train", folder)
-    return sorted(rows, key=lambda c: (c["causal"], c["width"], c["seqlen"]))
+    return sorted(load("train", folder), key=lambda c: (c["causal"], c["width"], c["seqlen"]))
 
 
 def training_summary(folder: Path) -> str:
-    """Tokens per second of each attention."""
     entries = (
-        ((f"{SIZES.get(cell['model'], cell['model'])}, S {cell['seqlen']}",), LABELS[name],
-         f"{r['tokens_per_second']:,.0f}")
+        ((size_of(cell),), LABELS[name], f"{r['tokens_per_second']:,.0f}")
         for cell in training_rows(folder) for name, r in cell["providers"].items()
         if "tokens_per_second" in r
     )  # fmt: skip
@@ -92,8 +96,7 @@ def training_section(folder: Path) -> Iterator[str]:
         for cell in cells:
             base = cell["providers"].get("sdpa", {}).get("tokens_per_second")
             for name, r in cell["providers"].items():
-                line = f"{SIZES.get(cell['model'], cell['model'])}, S {cell['seqlen']}"
-                entry = line, LABELS[name]
+                entry = size_of(cell), LABELS[name]
                 if speed := r.get("tokens_per_second"):
                     yield entry, "tokens/s", f"{speed:,.0f}"
                     yield entry, "over SDPA", f"{speed / base:.2f}" if base else NO
@@ -103,10 +106,8 @@ def training_section(folder: Path) -> Iterator[str]:
                     yield entry, "tokens/s", "wrong" if r.get("wrong") else why
 
     if cells:
-        yield (
-            f"{provenance(cells, 'train')}. Median step, eager. Steps that the CPU could not"
-            " enqueue fast enough are left out."
-        )
+        left_out = "Steps that the CPU could not enqueue fast enough are left out."
+        yield f"{provenance(cells, 'train')}. Median step, eager. {left_out}"
         yield pivot(["size", "attention"], entries())
 
 
@@ -119,19 +120,14 @@ def options_section(folder: Path) -> Iterator[str]:
         return
     head_dims = sorted({c["d"] for c in select(rows, table="options")})
 
-    def ratio(name: str, variant: str, direction: str, d: int) -> str:
-        cells = select(rows, table="options", variant=variant, direction=direction, d=d)
-        found = [c["results"].get(name, {}) for c in sorted(cells, key=lambda c: c["causal"])]
-        texts = [f"{r['ratio']:.2f}" if "ratio" in r else NO for r in found]
-        return " / ".join(texts) if set(texts) != {NO} else NO
-
     def options() -> Iterator[Entry]:
-        for name in OPTIONS:
-            for variant, direction in MEASURED:
-                for d in head_dims:
-                    text = ratio(name, variant, direction, d)
-                    if name != PLAIN and text != NO:
-                        yield (f"{name}: {OPTIONS[name]}",), f"{variant} {direction}, d {d}", text
+        for name, (variant, direction), d in itertools.product(OPTIONS, MEASURED, head_dims):
+            cells = select(rows, table="options", variant=variant, direction=direction, d=d)
+            found = [c["results"].get(name, {}) for c in sorted(cells, key=lambda c: c["causal"])]
+            texts = [f"{r['ratio']:.2f}" if "ratio" in r else NO for r in found]
+            if name != PLAIN and set(texts) - {NO}:
+                column = f"{variant} {direction}, d {d}"
+                yield (f"{name}: {OPTIONS[name]}",), column, " / ".join(texts)
 
     def repeating() -> Iterator[Entry]:
         for c in select(rows, table="deterministic"):
@@ -151,11 +147,9 @@ def options_section(folder: Path) -> Iterator[str]:
                         yield line, label, f"{r['tflops']:.0f}"
 
     columns = (f"{v} {way}, d {d}" for v, way in MEASURED for d in head_dims)
-    first = rows[0]
-    yield (
-        f"{provenance(rows)}. Time over that of the plain call, full / causal: {first['dtype']}, B"
-        f" {first['batch']}, S {first['seqlen']}, {first['heads']} heads."
-    )
+    x = rows[0]
+    size = f"{x['dtype']}, B {x['batch']}, S {x['seqlen']}, {x['heads']} heads"
+    yield f"{provenance(rows)}. Time over that of the plain call, full / causal: {size}."
     yield pivot(["option"], options(), columns)
     yield (
         "Backward calls that repeat bit by bit, of the same shapes; SDPA's backends under"
@@ -200,6 +194,69 @@ def bias_table(cells: list[Json]) -> str:
     return pivot(["shape"], entries())
 
 
+# ---------------------------------------------------------------------------- masks, serving
+def over(times: Json, peer: str, own: str) -> str:
+    """How many times a peer's time is of a call's."""
+    both = [times.get(name, {}).get("ms") for name in (peer, own)]
+    return f"{both[0] / both[1]:.2f}" if all(both) else NO
+
+
+def masks_section(folder: Path) -> Iterator[str]:
+    """A line for each mask and direction of masks.py."""
+    rows = load("masks", folder)
+
+    def entries() -> Iterator[Entry]:
+        for c in rows:
+            heads = f"{c['heads']}/{c['kv_heads']} heads of {c['d']}"
+            for way, words in (("forward", "forward"), ("both", "forward and backward")):
+                own, times = f"flash_ext {way}", c["results"]
+                line = f"{c['name']}, {c['batch']} x {c['seqlen']}, {heads}", words
+                if "ms" in times.get(own, {}):
+                    yield line, "blocks seen", f"{c['density']:.0%}"
+                    yield line, "µs", f"{times[own]['ms'] * 1e3:,.0f}"
+                    yield line, "over no mask", over(times, own, f"no mask {way}")
+                    for name, label in MASK_PEERS.items():
+                        yield line, label, over(times, f"{name} {way}", own)
+                    yield line, "to make, µs", f"{times['make']['ms'] * 1e3:.0f}"
+
+    if rows:
+        yield (
+            f"{provenance(rows)}. The mask's time over the same call's without one; and how many"
+            " times as long FlexAttention and SDPA's backends with the bool mask need."
+        )
+        yield pivot(["mask", ""], entries())
+
+
+def serving_section(folder: Path) -> Iterator[str]:
+    """A line for each cell of serving.py, by table and sizes."""
+    rows = load("serving", folder)
+
+    def entries() -> Iterator[Entry]:
+        for c in sorted(rows, key=lambda c: (list(SERVING["tables"]).index(c["table"]), c["d"],
+                                             c["seqlen_q"], c["batch"], c["page"])):  # fmt: skip
+            times = c["providers"]
+            more = f", one of them {c['longest']} times as long" if "longest" in c else ""
+            queries = f"{c['seqlen_q']} quer{'ies' if c['seqlen_q'] > 1 else 'y'}"
+            what = f"{c['table']}, d {c['d']}, {queries}, {c['batch']} x {c['seqlen']:,} keys"
+            line = what + more, f"pages of {c['page']}" if c["page"] else "dense"
+            if "ms" in times["flash_ext"]:
+                yield line, "µs", f"{times['flash_ext']['ms'] * 1e3:,.1f}"
+                yield line, "TB/s", f"{times['flash_ext']['tbps']:.2f}"
+                yield line, "over dense", over(times, "flash_ext", "dense")
+                for name, label in SERVING_PEERS.items():
+                    if (text := over(times, name, "flash_ext")) != NO:
+                        yield line, label, text
+
+    if rows:
+        first = rows[0]
+        yield (
+            f"{provenance(rows)}. {first['heads']}/{first['kv_heads']} heads, bf16, each call in a"
+            " CUDA graph. TB/s: of K and V. The time over that on a dense cache; and how many times"
+            " as long the others need, SDPA's on a dense cache."
+        )
+        yield pivot(["call", "cache"], entries())
+
+
 # ----------------------------------------------------------------------------------- many GPUs
 def distributed_rows(folder: Path) -> list[Json]:
     """The cells that ran of methods that are measured, by length and number of GPUs."""
@@ -236,7 +293,6 @@ def distributed_summary(folder: Path) -> str:
 
 
 def distributed_section(folder: Path) -> Iterator[str]:
-    """Everything of distributed.py."""
     if rows := distributed_rows(folder):
         yield (
             f"{provenance(rows, 'distributed')}. `distributed.py --help` says how this was"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import common
 import torch
@@ -18,7 +17,9 @@ from .tables import UNKNOWN, Entry, device_of, gpu_folders, load, pivot, provena
 def support_section() -> str:
     """Features x variants x devices; a "no" has its reason below."""
     # Others answer alike, unless they were asked earlier.
-    gpus = sorted(gpu_folders("support"), key=lambda p: max(dates_of(p)))[-1:]
+    folders = gpu_folders("support")
+    dates = {p: max(x["setup"]["date"] for x in load("support", p)) for p in folders}
+    gpus = sorted(folders, key=dates.__getitem__)[-1:]
     asked = {device_of(p): {r["feature"]: r["answers"] for r in load("support", p)} for p in gpus}
     sources: dict[str, Json] = (asked or {"CUDA": {}}) | {"CPU": probe(torch.device("cpu"))}
     notes: dict[str, int] = {}
@@ -47,14 +48,8 @@ def support_section() -> str:
     return "\n\n".join(lines)
 
 
-def dates_of(folder: Path) -> list[str]:
-    """When the questions of a GPU were asked."""
-    return [row["setup"]["date"] for row in load("support", folder)]
-
-
 # --------------------------------------------------------------------------------- releases
 def tests_cell(row: Json) -> str:
-    """How the tests of a row ended."""
     tests = row.get("tests")
     if tests is None or "counts" not in tests:
         return row.get("unavailable") or row.get("failed") or UNKNOWN
@@ -85,7 +80,7 @@ def compat_section() -> str:
         return f"One wheel under several releases of torch: {UNKNOWN}."
     rows = []
     for name, row in found["rows"].items():
-        if name == "gpu" or name.startswith("nvcc "):
+        if ", " not in name:  # gpu, and those of nvcc
             continue
         torch, python = name.split(", ")
         probes = [row.get(x, False) for x in ("ops", "attention", "explain", "checksum")]

@@ -37,14 +37,8 @@ def pivot(head: list[str], entries: Iterable[Entry], first: Iterable[str] = ()) 
 
 def select(cells: Iterable[Json], **wanted: object) -> list[Json]:
     """The cells whose entries equal ``wanted``, or are in it if it is a tuple."""
-    return [
-        cell
-        for cell in cells
-        if all(
-            cell.get(key) in value if isinstance(value, tuple) else cell.get(key) == value
-            for key, value in wanted.items()
-        )
-    ]
+    sets = {key: x if isinstance(x, tuple) else (x,) for key, x in wanted.items()}
+    return [c for c in cells if all(c.get(key) in values for key, values in sets.items())]
 
 
 @functools.lru_cache(maxsize=64)
@@ -80,10 +74,8 @@ def provenance(rows: list[Json], subject: str = "") -> str:
 
 
 def device_of(folder: Path) -> str:
-    """A GPU's name."""
-    rows = next((rows for path in sorted(folder.glob("*.jsonl")) if (rows := results.read(path))),
-                None)  # fmt: skip
-    return str(rows[0]["setup"]["device"]) if rows else folder.name
+    lines = (line for path in sorted(folder.glob("*.jsonl")) for line in results.read(path))
+    return next((str(line["setup"]["device"]) for line in lines), folder.name)
 
 
 def gpu_folders(subject: str = "*") -> list[Path]:
@@ -95,17 +87,14 @@ def gpu_folders(subject: str = "*") -> list[Path]:
 
 
 def main_gpu() -> Path | None:
-    """The GPU of which most is measured, if there is one."""
     return next(iter(gpu_folders()), None)
 
 
 def size_name(value: float) -> str:
-    """512, 1k, 2k, ..."""
     return f"{value / 1024:g}k" if value >= 1024 else f"{value:g}"
 
 
 def mask_of(cell: Json) -> str:
-    """'causal' or 'full'."""
     return "causal" if cell["causal"] else "full"
 
 
