@@ -217,9 +217,10 @@ struct Fa2Forward {
                            const KVTiles& kv_tiles, int i) const {
         const auto keys = key_rows<kOptions>(params, sequence);
         const int first_key = tile<kAhead>(kv_tiles, i) * kBlockKV;
+        const int next_key = first_key - VisibleTiles::distance(i) * kBlockKV;
         if constexpr (kMayHaveMask) cursor.start(keys, view, head_k(), first_key);
         cursor.template load<kAllRows>(shared, keys, view, head_k(), cols, params.aligned,
-                                       first_key, first_key - kBlockKV);
+                                       first_key, next_key);
     }
     FLASH_DEVICE void commit(uint32_t stage) const {
         pipeline.producer_commit(stage, !kUnaligned || params.aligned);
