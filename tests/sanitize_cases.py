@@ -60,11 +60,16 @@ def options(seqlen_q: int, seqlen_k: int, pattern: str) -> Iterator[dict]:
 
 
 def bias_gradients(base: Problem) -> Iterator[Problem]:
-    """For the kernel of Hopper GPUs: small tiles and others, clusters, sums of rows and columns."""
+    """For the kernels of Hopper GPUs: small tiles and others, clusters, sums of rows and columns;
+    stored and added by the backward."""
     yield dataclasses.replace(base, batch=9, seqlen_q=33, seqlen_k=49, bias="1hqk")
     yield dataclasses.replace(base, batch=3, bias="1hqk", bias_type="float32", causal=True)
     yield dataclasses.replace(base, seqlen_q=150, seqlen_k=290, bias="1111", window=(70, 30))
     yield dataclasses.replace(base, lengths_q=(70, 0, 9), lengths_k=(130, 8, 64), bias="bhqk")
+    stored = dataclasses.replace(base, seqlen_q=150, seqlen_k=291, window=(40, 30))
+    yield dataclasses.replace(stored, bias="bhqk")
+    yield dataclasses.replace(stored, bias="bhqk", bias_type="float32")
+    yield dataclasses.replace(stored, bias="1hqk", batch=2)
 
 
 def cases() -> Iterator[tuple[Problem, str, bool]]:

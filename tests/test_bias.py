@@ -301,7 +301,11 @@ def stored_gradients() -> Iterator[Problem]:
             itertools.product(terms, (32, 64, 128, 40, 96), masks)
         )
     )
-    return alternate(problems)
+    yield from alternate(problems)
+    # Wide windows that hide the first keys from all queries, in one part and in several.
+    for lengths in ((33, 504), (1200, 2000), (4096, 8192)):
+        window = (lengths[0] + 2, -1)
+        yield Problem(1, *lengths, 1, 1, 64, window=window, bias="bhqk")
 
 
 @pytest.mark.gpu

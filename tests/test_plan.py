@@ -902,6 +902,11 @@ STORED: dict[str, object] = {
     **{"batch": 2, "seqlen_q": 300, "seqlen_k": 304, "heads_q": 2, "heads_k": 2},
     "bias_sizes": (2, 2, 300, 304),
 }
+# As wide as all queries, and yet keys are hidden: the queries of a head stay together.
+WIDE_WINDOW = {
+    **{"batch": 1, "seqlen_q": 1024, "seqlen_k": 4096, "window_left": 1024},
+    "bias_sizes": (1, 2, 1024, 4096),
+}
 
 
 @pytest.mark.parametrize(
@@ -912,6 +917,7 @@ STORED: dict[str, object] = {
         ({"heads_k": 1}, "stores"),
         ({"batch": 1, "bias_sizes": (1, 2, 300, 304)}, "stores"),
         ({"window_right": 0, "deterministic": True}, "stores"),
+        (WIDE_WINDOW, "stores"),
         ({"bias_sizes": (1, 2, 300, 304)}, "adds"),
         ({"bias_sizes": (2, 1, 300, 304)}, "adds"),
         ({"bias_sizes": (1, 2, 300, 304), "bias_float32": True}, None),  # no registers

@@ -75,7 +75,7 @@ void plan_dbias(BackwardPlan& plan) {
     const int terms = params.batch / bias.sizes[0] * (params.heads_q / bias.sizes[1]);
     if (terms > (kernel.bias.element_bytes == 4 ? 1 : 2)) return;
     kernel.stored_dbias = terms == 1 ? StoredDBias::kStored : StoredDBias::kAdded;
-    kernel.hides_tiles = plan.mask.is_masked();
+    kernel.zeroes_dbias = terms == 1 && !plan.mask.sees_all;
     TiledBias& dbias = kernel.dbias;
     dbias.element_bytes = kernel.bias.element_bytes;
     const int64_t chunk = 16 / dbias.element_bytes;
@@ -421,10 +421,13 @@ void plan_fa3_backward(BackwardPlan& plan) {
     plan_bias(plan);
     plan_dbias(plan);
     const int block_kv = wide ? tuning::kFa3BackwardWideBlock : tuning::kFa3BackwardBlockKV;
-    split_heads(plan, params.tile_mask.kv_tiles == nullptr
-                          ? choose_parts(params, plan.mask,
-                                         tile_numbers(params, params.seqlen_k, block_kv), wide, gpu)
-                          : masked_parts(params));
+    Parts parts = params.tile_mask.kv_tiles == nullptr
+                      ? choose_parts(params, plan.mask,
+                                     tile_numbers(params, params.seqlen_k, block_kv), wide, gpu)
+                      : masked_parts(params);
+    // A CTA zeroes what it has no Q tiles for: then they are all that see its keys.
+    if (kernel.zeroes_dbias) parts.queries = 1;
+    split_heads(plan, parts);
     reserve_rows(plan, wide ? 0 : dims.qk);
     const BackwardParams of_parts = with_parts_as_heads(params);
     if (wide) return plan_wide_backward(plan, of_parts);

@@ -81,8 +81,8 @@ struct BackwardKernel {
     int lead = 0;  // see lead_of()
     TiledBias bias;
     StoredDBias stored_dbias = StoredDBias::kNo;
-    TiledBias dbias;           // where; is_copy: it is then copied to params.dbias
-    bool hides_tiles = false;  // may the mask?
+    TiledBias dbias;            // where; is_copy: it is then copied to params.dbias
+    bool zeroes_dbias = false;  // where the mask hides tiles
     // FA3 for wide heads. The dS of ds_heads heads of K and V is stored at a time; the last ones
     // may be fewer. 0: the dQ kernel computes dS again.
     int ds_heads = 0;

@@ -244,7 +244,7 @@ cudaError_t backward(const Shape& call) {
                                             .bias = bias,
                                             .stored_dbias = StoredDBias::kStored,
                                             .dbias = bias,
-                                            .hides_tiles = true},
+                                            .zeroes_dbias = true},
                                            nullptr);
     });
 }

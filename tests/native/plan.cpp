@@ -227,7 +227,7 @@ struct Problem {
     bool v_transposed = false;
     double softcap = 0;
     bool batch_invariant = false;
-    bool mask = false;  // of tiles
+    bool mask = false;          // of tiles
     int launched_head_dim = 0;  // of the launch alone, if not 0
 
     Operand operand(const char* name, int64_t rows, int64_t heads, int64_t dim) const {

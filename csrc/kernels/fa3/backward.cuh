@@ -520,7 +520,7 @@ cudaError_t launch_fa3_backward(const BackwardParams& call, const BackwardKernel
                                                                                  stream);
         if (status == cudaSuccess)
             status = params.dbias_map.template prepare<typename Kernel::DSTile>(
-                kernel.dbias, kernel.stored_dbias, kernel.hides_tiles, stream);
+                kernel.dbias, kernel.stored_dbias, kernel.zeroes_dbias, stream);
     }
     if (status == cudaSuccess) status = backward_preprocess(params, Kernel::kBlockQ, stream);
     if (status == cudaSuccess)

@@ -32,14 +32,14 @@ struct DBiasMap {
 
     // Encodes the map. Zeroes dbias if tiles are added.
     template <class Tile>
-    cudaError_t prepare(const TiledBias& dbias, StoredDBias stored, bool masked,
+    cudaError_t prepare(const TiledBias& dbias, StoredDBias stored, bool zeroes_hidden,
                         cudaStream_t stream) {
         const bool stores = stored != StoredDBias::kNo;
         const bool is_float32 = dbias.element_bytes == 4;
         by_tma = stores && !is_float32;
         from_registers = stores && is_float32;
         adds = stored == StoredDBias::kAdded;
-        zeroes = stored == StoredDBias::kStored && masked;
+        zeroes = zeroes_hidden;
         if (!stores) return cudaSuccess;
         data = dbias.data;
         batch_stride = dbias.broadcast[0] ? 0 : dbias.strides[0];
