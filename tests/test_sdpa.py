@@ -885,16 +885,16 @@ def test_a_large_bool_mask_is_made_once(shape, dim, torchs, made):
     with sdpa.activated():
         for step in range(2):
             for _ in range(2):
-                out = F.scaled_dot_product_attention(q, k, v, visible, scale=0.2)
+                out = F.scaled_dot_product_attention(q, k, v, visible, scale=0.1)
                 found = out, *torch.autograd.grad(out, (q, k, v), dout)
-            assert_near(found, by_math(q, k, v, visible, dout, scale=0.2), 3e-2)
+            assert_near(found, by_math(q, k, v, visible, dout, scale=0.1), 3e-2)
             assert len(made) == step + 1 and not torchs
-            visible[..., :300] = False
+            visible[..., : 100 * (step + 1)] = False
         few = [x[:, :2].detach().requires_grad_() for x in (k, v)]
         with torch.autocast("cuda", torch.bfloat16):
             out = F.scaled_dot_product_attention(q, *few, attn_mask=visible, enable_gqa=True)
         found = out, *torch.autograd.grad(out, (q, *few), dout)
-        assert len(made) == 2
+        assert len(made) == 3
         assert_near(found, by_math(q, *few, visible, dout, enable_gqa=True), 3e-2)
         out = F.scaled_dot_product_attention(q, k, v)
     assert F.scaled_dot_product_attention(q, k, v).stride() == out.stride() == found[0].stride()
@@ -918,7 +918,7 @@ def test_large_bool_masks_that_stay_with_torch(torchs, made):
         attend = torch.compile(F.scaled_dot_product_attention, backend="aot_eager", fullgraph=True)
         out = attend(q, k, v, visible)
         for wrong in (visible[:7], visible[None, None, None]):
-            with pytest.raises(RuntimeError):
+            with pytest.raises((RuntimeError, IndexError)):  # torch's
                 F.scaled_dot_product_attention(q, k, v, wrong)
     assert not made
     assert_near((out,), by_math(q, k, v, visible, dout)[:1], 3e-2)
