@@ -42,6 +42,8 @@ from test_append_kv import (
     some,
     words_of,
 )
+from test_cache import assert_near
+from test_cache import some as some_call
 from test_pages import LENGTHS, in_pages
 
 import flash_ext
@@ -506,9 +508,7 @@ def composed(call: dict[str, Any]) -> tuple[Tensor, Tensor]:
             for name, cache in zip("kv", caches, strict=True)
         )
         q = torch.stack([rotated(row, held + j, of_q) for j, row in enumerate(call["q"][b])])
-        out, lse = flash_ext.reference.attention(
-            q[None].double(), k[None], v[None], causal=True
-        )
+        out, lse = flash_ext.reference.attention(q[None].double(), k[None], v[None], causal=True)
         outs.append(out[0])
         lses.append(lse[0])
     return torch.stack(outs), torch.stack(lses)
@@ -524,6 +524,42 @@ def test_attention_with_cache(dtype: torch.dtype, device: str) -> None:
     torch.testing.assert_close(lse.double().cpu(), wanted[1], rtol=1e-2, atol=1e-2)
     for name in ("k_cache", "v_cache"):
         assert_same(call[name].cpu(), plain[name])
+
+
+@pytest.mark.parametrize("dtype", QK_8_BITS, ids=str)
+@pytest.mark.parametrize("seeds", range(4))
+def test_random_calls(seeds: int, dtype: torch.dtype, device: str) -> None:
+    """Of test_cache.py without rotation: the same as with the numbers that the cache then holds."""
+    for seed in range(50 * seeds, 50 * seeds + 50):
+        case = some_call(seed)
+        if "rotary_cos" in case.options or (device == "cuda" and case.q.shape[-1] % 16):
+            continue
+        heads, dim_v = case.k_cache.shape[2], case.v_cache.shape[3]
+        batch = case.options.get("cu_seqlens_q", case.q).shape[0] - ("cu_seqlens_q" in case.options)
+        of_k, of_v = torch.rand(heads) / 16 + 0.02, torch.rand(heads, dim_v) / 16 + 0.02
+        eight = case.to(device)
+        for name, x in (("k_cache", case.k_cache), ("v_cache", case.v_cache)):
+            x = (16 * x).nan_to_num(127) if dtype == torch.int8 else 16 * x
+            setattr(eight, name, x.to(dtype).to(device))
+        eight.options |= {"k_descale": of_k.to(device),
+                          "v_descale": of_v.expand(batch, heads, dim_v).to(device)}  # fmt: skip
+        try:
+            out, lse = eight.run()
+            wide = case.to(device)
+            wide.k_cache = (eight.k_cache.cpu().float() * of_k[:, None]).to(wide.k_cache)
+            wide.v_cache = (eight.v_cache.cpu().float() * of_v).to(wide.v_cache)
+            new = wide.options.pop("k", None)
+            wide.options.pop("v", None)
+            news = wide.options.pop("cu_seqlens_k_new", None)
+            if new is not None:
+                held = wide.options["cache_seqlens"]
+                wide.options["cache_seqlens"] = held + (
+                    new.shape[1] if news is None else news.diff()
+                )
+            for found, wanted in zip((out, lse), wide.run(), strict=True):
+                assert_near(found, wanted.float().cpu())
+        except Exception as error:
+            raise AssertionError(f"seed {seed} has {sorted(case.options)}") from error
 
 
 @pytest.mark.parametrize("dtype", QK_8_BITS, ids=str)

@@ -34,8 +34,8 @@ struct AppendedRows {
     bool at_one_position = false;  // are a sequence's rows all rotated as its first one?
     // Of rows of 16 bits in a cache of 8: what a number is divided by before it is rounded.
     bool quantized = false;
-    bool to_int8 = false;   // to e4m3 otherwise
-    Descale descale;        // (B, H), of k with blocks of keys, of v with columns
+    bool to_int8 = false;  // to e4m3 otherwise
+    Descale descale;       // (B, H), of k with blocks of keys, of v with columns
     bool by_column = false;
 
     FLASH_HOST_DEVICE int64_t all_rows(int batch) const {

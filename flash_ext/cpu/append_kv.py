@@ -233,8 +233,10 @@ def _factors(descale: Tensor | None, sequence: Tensor, last: Tensor | None) -> T
     Args:
         last: of k the block of each row; None for v, whose last dimension are columns.
     """
-    if descale is None or descale.dim() < 2:
-        return torch.ones(()) if descale is None else descale.reshape(())
+    if descale is None:
+        return torch.ones((), device=sequence.device)
+    if descale.dim() < 2:
+        return descale.reshape(())
     if descale.dim() == 2:
         return descale[sequence][..., None]
     if last is None:

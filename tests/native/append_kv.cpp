@@ -37,7 +37,7 @@ AppendedRows rows(View from, View to, std::array<int, 3> sizes, uint64_t cu_seql
 
 // `strides`: of the descales, and the last block.
 void quantize_rows(AppendedRows& x, bool to_int8, uint64_t descale, std::array<int64_t, 4> strides,
-              bool by_column) {
+                   bool by_column) {
     x.quantized = true;
     x.to_int8 = to_int8;
     x.descale = {pointer<float>(descale), strides[0], strides[1], strides[2],

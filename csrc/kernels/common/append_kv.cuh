@@ -3,9 +3,9 @@
 //
 //     x' = x cos t - y sin t,    y' = x sin t + y cos t
 //
-// (Su et al., "RoFormer", 2021), in float32, each operation rounded by itself as on the CPU. Rows of
-// 16 bits on their way into a cache of 8 are then divided by their descale and rounded, without a
-// rounding to 16 bits before. One launch for all three tensors; memory is the limit. A thread has
+// (Su et al., "RoFormer", 2021), in float32, each operation rounded by itself as on the CPU. Rows
+// of 16 bits on their way into a cache of 8 are then divided by their descale and rounded, without
+// a rounding to 16 bits before. One launch for all three tensors; memory is the limit. A thread has
 // some columns, 16 bytes or one element, of some heads of a row, whose position and angles are the
 // same. Rows whose place is not in the cache are not written.
 #pragma once
@@ -66,9 +66,9 @@ struct StoredDescales {
         const int64_t position = int64_t{params.cache_seqlens[row.sequence]} + row.index;
         const int64_t block =
             tensor.by_column ? 0 : min_of<int64_t>(position / kDescaleRows, x.last_block);
-        return {x.data + row.sequence * x.batch_stride + head * x.head_stride +
-                    block * x.last_stride,
-                tensor.by_column ? x.last_stride : 0};
+        return {
+            x.data + row.sequence * x.batch_stride + head * x.head_stride + block * x.last_stride,
+            tensor.by_column ? x.last_stride : 0};
     }
 
     // Of 0 nothing but 0 can be read again.

@@ -25,9 +25,9 @@
 
 #include "kernels/common/launch.cuh"
 #include "kernels/common/softmax.cuh"
+#include "kernels/fa3/decode_loads.cuh"
 #include "kernels/fa3/decode_scales.cuh"
 #include "kernels/fa3/tile_by_length.cuh"
-#include "problem/key_rows.cuh"
 #include "problem/score.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/cp_async.cuh"
@@ -72,7 +72,7 @@ struct Fa3Decode {
     using Output = RegisterTile<kRows, kHeadDimV>;
     // bfloat16 holds all P; halves then do so from 2^-31 on, relative to the maximum's.
     using Softmax = OnlineSoftmax<kRows, kBytes ? 7 : 0>;
-    using Keys = decltype(key_rows<kOptions>(std::declval<AttentionParams>(), Sequence{}));
+    using KeyLoads = typename KeyLoadsOf<Key, kOptions, kWarps, KTile, VTile>::Type;
 
     // A result over some of the keys: O not divided by the sums, row maxima and sums.
     template <int kPartialRows>
@@ -199,101 +199,14 @@ struct Fa3Decode {
     // The same in halves, with a factor of each row.
     template <class Given>
     FLASH_DEVICE void load_q_as_halves() const {
-        constexpr int kRowsOfWarp = ceil_div(kRows, kWarps);
-        const auto row_at = [](int i) { return warp_id() + i * kWarps; };
-        RowToHalves<QTile> rows[kRowsOfWarp];
-#pragma unroll
-        for (int i = 0; i < kRowsOfWarp; ++i) {  // all loads before their first use
-            const int row = row_at(i);
-            rows[i].load(row_pointer<const __half>(params.q, sequence.batch,
-                                                   sequence.q_begin + query_of(row), head_of(row)),
-                         is_valid(row), params.head_dim);
-        }
-#pragma unroll
-        for (int i = 0; i < kRowsOfWarp; ++i) {
-            if (row_at(i) >= kRows) break;
-            const int power = power_to_halves(warp_max(rows[i].template largest<Given>()));
-            rows[i].template store<Given>(ptx::shared_address(storage.q), row_at(i), power);
-            storage.factors.of_rows[row_at(i)] = to_power_of_two(-power);
-        }
+        rows_to_halves<QTile, kWarps, Given>(
+            ptx::shared_address(storage.q), storage.factors.of_rows, params.head_dim,
+            [&](int row) {
+                return row_pointer<const __half>(params.q, sequence.batch,
+                                                 sequence.q_begin + query_of(row), head_of(row));
+            },
+            [&](int row) { return is_valid(row); });
     }
-
-    // This warp's blocks of keys, one after another, each as a group of cp.async.
-    template <class Tile>
-    struct Loads {
-        const TensorView& view;
-        int cols;
-        Keys keys;
-        VisibleTiles blocks;
-        int i;  // of the next block
-        int head;
-        KeyCursorOf<kOptions, Tile, 32, false, Key> cursor;
-
-        FLASH_DEVICE int first_key() const { return blocks.tile(i) * Tile::kRows; }
-
-        FLASH_DEVICE void start() { cursor.start(keys, view, head, first_key()); }
-        FLASH_DEVICE void next(const char* stage) {
-            const int key = first_key();
-            const bool exists = i < blocks.end;
-            i += kWarps;
-            if (exists)
-                cursor.template load<false>(ptx::shared_address(stage), keys, view, head, cols,
-                                            true, key, first_key());
-            ptx::cp_async_commit();
-        }
-    };
-
-    struct SeparateLoads {
-        Loads<KTile> of_k;
-        Loads<VTile> of_v;
-
-        FLASH_DEVICE SeparateLoads(const Fa3DecodeParams& p, const Keys& keys,
-                                   const VisibleTiles& blocks, int block, int head)
-            : of_k{p.k, p.head_dim, keys, blocks, block, head},
-              of_v{p.v, p.head_dim_v, keys, blocks, block, head} {
-            of_k.start();
-            of_v.start();
-        }
-        FLASH_DEVICE void next_k(const char* stage) { of_k.next(stage); }
-        FLASH_DEVICE void next_v(const char* stage) { of_v.next(stage); }
-    };
-
-    // From pages, with 8 bits: a block of V is where its K is, so both are looked up once.
-    // ptxas 13.0: two lookups would be spilled.
-    struct PagedLoads {
-        static_assert(!kBytes || std::is_same_v<KTile, VTile>);
-
-        const Fa3DecodeParams& params;
-        Keys keys;
-        VisibleTiles blocks;
-        int i;  // of the next block
-        int head;
-        KeyCursorOf<kOptions, KTile, 32, false, Key> cursor;
-
-        FLASH_DEVICE PagedLoads(const Fa3DecodeParams& p, const Keys& k, const VisibleTiles& all,
-                                int block, int head)
-            : params(p), keys(k), blocks(all), i(block), head(head) {
-            cursor.look_up(keys, first_key());
-        }
-        FLASH_DEVICE int first_key() const { return blocks.tile(i) * kKeys; }
-        FLASH_DEVICE void load(const char* stage, const TensorView& view, int cols) {
-            if (i < blocks.end)
-                cursor.template load_found<false>(ptx::shared_address(stage), keys, view,
-                                                  ptx::not_hoisted(head), cols, true, first_key());
-        }
-        FLASH_DEVICE void next_k(const char* stage) {
-            load(stage, params.k, params.head_dim);
-            ptx::cp_async_commit();
-        }
-        FLASH_DEVICE void next_v(const char* stage) {
-            load(stage, params.v, params.head_dim_v);
-            i += kWarps;
-            cursor.look_up(keys, first_key());
-            ptx::cp_async_commit();
-        }
-    };
-    using KeyLoads = std::conditional_t<kBytes && contains(kOptions, OptionSet::kPages), PagedLoads,
-                                        SeparateLoads>;
 
     // --- Attention over the keys of a warp ---
 
@@ -338,11 +251,7 @@ struct Fa3Decode {
             split_of(VisibleTiles::of_queries(mask, {first_query, first_query + queries()}, kKeys),
                      split(), splits());
         int block = blocks.begin + warp_id();
-        Keys keys = key_rows<kOptions>(params, sequence);
-        if constexpr (kBytes && contains(kOptions, OptionSet::kPages))  // unsigned saves a register
-            keys.table =
-                params.pages.table + static_cast<unsigned>(sequence.index()) * params.pages.stride;
-        KeyLoads loads(params, keys, blocks, block, head_k);
+        KeyLoads loads(params, decode_keys<Key, kOptions>(params, sequence), blocks, block, head_k);
         auto& stages = storage.stages[warp_id()];
         constexpr int kPending = 2 * kStages - 1;  // groups after the one that is needed
         if constexpr (!kBytes) load_q();           // belongs to the first group

@@ -111,4 +111,23 @@ struct RowToHalves {
     }
 };
 
+// The rows of Q that the CTA has, kWarps at a time, with a factor of each.
+template <class QTile, int kWarps, class Given, class SourceOf, class IsValid>
+FLASH_DEVICE void rows_to_halves(uint32_t q, float (&factors)[QTile::kRows], int cols,
+                                 SourceOf source_of, IsValid is_valid) {
+    constexpr int kRowsOfWarp = ceil_div(QTile::kRows, kWarps);
+    const auto row_at = [](int i) { return warp_id() + i * kWarps; };
+    RowToHalves<QTile> rows[kRowsOfWarp];
+#pragma unroll
+    for (int i = 0; i < kRowsOfWarp; ++i)  // all loads before their first use
+        rows[i].load(source_of(row_at(i)), is_valid(row_at(i)), cols);
+#pragma unroll
+    for (int i = 0; i < kRowsOfWarp; ++i) {
+        if (row_at(i) >= QTile::kRows) break;
+        const int power = power_to_halves(warp_max(rows[i].template largest<Given>()));
+        rows[i].template store<Given>(q, row_at(i), power);
+        factors[row_at(i)] = to_power_of_two(-power);
+    }
+}
+
 }  // namespace flash_ext

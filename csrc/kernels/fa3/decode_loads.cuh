@@ -1,0 +1,110 @@
+// How a warp of decode.cuh loads its blocks of K and V: every kWarps-th, one after another, each as
+// a group of cp.async.
+#pragma once
+
+#include <type_traits>
+
+#include "problem/key_rows.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/not_hoisted.cuh"
+
+namespace flash_ext {
+
+template <OptionSet kOptions>
+using DecodeKeys = decltype(key_rows<kOptions>(std::declval<AttentionParams>(), Sequence{}));
+
+template <class Key, OptionSet kOptions>
+inline constexpr bool kPagesOfBytes = sizeof(Key) == 1 && contains(kOptions, OptionSet::kPages);
+
+template <class Key, OptionSet kOptions>
+FLASH_DEVICE DecodeKeys<kOptions> decode_keys(const AttentionParams& params, const Sequence& s) {
+    DecodeKeys<kOptions> keys = key_rows<kOptions>(params, s);
+    if constexpr (kPagesOfBytes<Key, kOptions>)  // unsigned saves a register
+        keys.table = params.pages.table + static_cast<unsigned>(s.index()) * params.pages.stride;
+    return keys;
+}
+
+// Of one tensor.
+template <class Key, OptionSet kOptions, int kWarps, class Tile>
+struct BlockLoads {
+    const TensorView& view;
+    int cols;
+    DecodeKeys<kOptions> keys;
+    VisibleTiles blocks;
+    int i;  // of the next block
+    int head;
+    KeyCursorOf<kOptions, Tile, 32, false, Key> cursor;
+
+    FLASH_DEVICE int first_key() const { return blocks.tile(i) * Tile::kRows; }
+
+    FLASH_DEVICE void start() { cursor.start(keys, view, head, first_key()); }
+    FLASH_DEVICE void next(const char* stage) {
+        const int key = first_key();
+        const bool exists = i < blocks.end;
+        i += kWarps;
+        if (exists)
+            cursor.template load<false>(ptx::shared_address(stage), keys, view, head, cols, true,
+                                        key, first_key());
+        ptx::cp_async_commit();
+    }
+};
+
+template <class Key, OptionSet kOptions, int kWarps, class KTile, class VTile>
+struct SeparateLoads {
+    BlockLoads<Key, kOptions, kWarps, KTile> of_k;
+    BlockLoads<Key, kOptions, kWarps, VTile> of_v;
+
+    FLASH_DEVICE SeparateLoads(const AttentionParams& p, const DecodeKeys<kOptions>& keys,
+                               const VisibleTiles& blocks, int block, int head)
+        : of_k{p.k, p.head_dim, keys, blocks, block, head},
+          of_v{p.v, p.head_dim_v, keys, blocks, block, head} {
+        of_k.start();
+        of_v.start();
+    }
+    FLASH_DEVICE void next_k(const char* stage) { of_k.next(stage); }
+    FLASH_DEVICE void next_v(const char* stage) { of_v.next(stage); }
+};
+
+// From pages, with 8 bits: a block of V is where its K is, so both are looked up once.
+// ptxas 13.0: two lookups would be spilled.
+template <class Key, OptionSet kOptions, int kWarps, class Tile>
+struct PagedByteLoads {
+    const AttentionParams& params;
+    DecodeKeys<kOptions> keys;
+    VisibleTiles blocks;
+    int i;  // of the next block
+    int head;
+    KeyCursorOf<kOptions, Tile, 32, false, Key> cursor;
+
+    FLASH_DEVICE PagedByteLoads(const AttentionParams& p, const DecodeKeys<kOptions>& k,
+                                const VisibleTiles& all, int block, int head)
+        : params(p), keys(k), blocks(all), i(block), head(head) {
+        cursor.look_up(keys, first_key());
+    }
+    FLASH_DEVICE int first_key() const { return blocks.tile(i) * Tile::kRows; }
+    FLASH_DEVICE void load(const char* stage, const TensorView& view, int cols) {
+        if (i < blocks.end)
+            cursor.template load_found<false>(ptx::shared_address(stage), keys, view,
+                                              ptx::not_hoisted(head), cols, true, first_key());
+    }
+    FLASH_DEVICE void next_k(const char* stage) {
+        load(stage, params.k, params.head_dim);
+        ptx::cp_async_commit();
+    }
+    FLASH_DEVICE void next_v(const char* stage) {
+        load(stage, params.v, params.head_dim_v);
+        i += kWarps;
+        cursor.look_up(keys, first_key());
+        ptx::cp_async_commit();
+    }
+};
+
+template <class Key, OptionSet kOptions, int kWarps, class KTile, class VTile>
+struct KeyLoadsOf {
+    static_assert(!kPagesOfBytes<Key, kOptions> || std::is_same_v<KTile, VTile>);
+    using Type = std::conditional_t<kPagesOfBytes<Key, kOptions>,
+                                    PagedByteLoads<Key, kOptions, kWarps, KTile>,
+                                    SeparateLoads<Key, kOptions, kWarps, KTile, VTile>>;
+};
+
+}  // namespace flash_ext
