@@ -324,27 +324,32 @@ inline int decode_splits(const AttentionParams& params, const MaskSummary& mask,
     return best;
 }
 
-// Splits by length in decode.cuh, if lengths are on the device: as many clusters as
-// params.num_splits would make of equal lengths, but no more than fill the GPU twice. None if there
-// is nothing to choose: for one sequence, or if no sequence has keys for two clusters.
-inline SplitsByLength splits_by_length(const ForwardParams& params, const MaskSummary& mask,
-                                       const QueryTiles& tiles, const tuning::Fa3DecodeShape& shape,
-                                       const GpuModel& gpu) {
-    constexpr int kMinKeys = 1024;  // of a CTA: it takes as long as one more cluster (an estimate)
-    constexpr int kBlock = 16;
-    constexpr int kWaves = 2;  // more need memory, and idle CTAs, and gain nothing
-    const int ctas = min_of(params.num_splits, kMaxClusterSplits);
+// Splits by length in decode.cuh have a CTA at least so many keys: one more cluster takes as long
+// (an estimate).
+inline constexpr int kMinKeysByLength = 1024;
+
+// May lengths, on the device, be so different that splits by length gain something? Not for one
+// sequence, nor if none has keys for two clusters of `ctas`.
+inline bool lengths_may_matter(const AttentionParams& params, const MaskSummary& mask, int ctas) {
     const int longest =
         mask.keys_seen < mean_keys(params) ? mask.keys_seen : params.seqlen_k;  // of any sequence
-    if (!is_varlen(params) || params.batch < 2 ||
-        keys_of_16_bits(params, longest) < 2 * kMinKeys * ctas)
-        return {};
-    const int at_once = shape.ctas_per_sm * sms_of_clusters(ctas, gpu) / ctas;
-    const int equal = decode_clusters(params.num_splits) *
-                      (params.cu_seqlens_q != nullptr
-                           ? max_of(params.batch, ceil_div(params.seqlen_q, tiles.queries))
-                           : params.batch * ceil_div(params.seqlen_q, tiles.queries));
-    return {min_of(equal, ceil_div(kWaves * at_once, tiles.heads)), kMinKeys / kBlock * ctas};
+    return is_varlen(params) && params.batch > 1 &&
+           keys_of_16_bits(params, longest) >= 2 * kMinKeysByLength * ctas;
+}
+
+// As many clusters as params.num_splits would make of equal lengths, but no more than fill the GPU
+// twice: more need memory, and idle CTAs, and gain nothing.
+inline SplitsByLength splits_by_length(const ForwardParams& params, const QueryTiles& tiles,
+                                       int ctas, int ctas_per_sm, const GpuModel& gpu) {
+    constexpr int kBlock = 16;  // of 16 bits
+    constexpr int kWaves = 2;
+    const int at_once = ctas_per_sm * sms_of_clusters(ctas, gpu) / ctas;
+    const int of_queries = ceil_div(params.seqlen_q, tiles.queries);
+    const int sequences = params.cu_seqlens_q != nullptr ? max_of(params.batch, of_queries)
+                                                         : params.batch * of_queries;
+    return {.clusters = min_of(sequences * params.num_splits / ctas,
+                               ceil_div(kWaves * at_once, tiles.heads)),
+            .least = kMinKeysByLength / kBlock * ctas};
 }
 
 // --- The gradient of a bias, by FA3's kernel ---

@@ -189,11 +189,11 @@ std::string fa3_unsupported_reason(const Call& call, Pass pass) {
 
 // The order of the tiles of the kernel for few queries, and the memory of its splits, if they are
 // more than a cluster. Splits by length: the grid and the memory are for the most clusters.
-void plan_decode_splits(ForwardPlan& plan, const QueryTiles& q_tiles, int rows) {
-    ForwardParams& params = plan.params;
-    const SplitsByLength& by_length = plan.kernel.by_length;
+void plan_decode_splits(Workspace& workspace, ForwardParams& params, const ForwardKernel& kernel,
+                        const QueryTiles& q_tiles, int rows) {
+    const SplitsByLength& by_length = kernel.by_length;
     const int numbers = tile_numbers(params, params.seqlen_q, q_tiles.queries);
-    const int ctas = plan.kernel.decode_cluster;
+    const int ctas = kernel.decode_cluster;
     const int clusters = params.num_splits / ctas;
     const int64_t tiles = tile_count(params, q_tiles);
     params.tile_order = {numbers * params.num_splits, q_tiles.heads, tensor_batches(params)};
@@ -205,17 +205,16 @@ void plan_decode_splits(ForwardPlan& plan, const QueryTiles& q_tiles, int rows) 
         stored = counters = int64_t{q_tiles.heads} * by_length.most();
     }
     if (stored == 0) return;
-    plan.workspace.reserve(params.o_partial,
-                           stored * rows * decode_row_floats(plan.kernel.head_dims.v));
-    plan.workspace.reserve(params.counters, counters * ctas);
+    workspace.reserve(params.o_partial, stored * rows * decode_row_floats(kernel.head_dims.v));
+    workspace.reserve(params.counters, counters * ctas);
 }
 
 // By the kernel for few queries, if they are, or if k and v alone have 8 bits. The splits of a tile
-// are a cluster, or several.
-bool plan_fa3_decode(ForwardPlan& plan, bool may_pack_gqa) {
+// are a cluster, or several. beside: of a batch's sequences it has those with few queries.
+bool plan_fa3_decode(Workspace& workspace, ForwardParams& params, ForwardKernel& kernel,
+                     const MaskSummary& mask, bool may_pack_gqa, bool beside = false) {
     using enum tuning::Fa3DecodeTile;
-    ForwardParams& params = plan.params;
-    const GpuModel& gpu = plan.kernel.gpu;
+    const GpuModel& gpu = kernel.gpu;
     if (has_8_bits(params) || params.batch_invariant) return false;
     const bool bytes = has_8_bit_keys(params);
     const OptionSet options = options_of(params);
@@ -241,21 +240,24 @@ bool plan_fa3_decode(ForwardPlan& plan, bool may_pack_gqa) {
     const tuning::Fa3DecodeShape shape = tuning::fa3_decode_shape(*row, tile);
     const int splits =
         forced("FLASH_EXT_FORCE_SPLITS")
-            .value_or(decode_splits(params, plan.mask, tiles, tile, shape.ctas_per_sm, gpu));
-    plan.kernel.head_dims = row->head_dims;
-    plan.kernel.options = row->options.sets[row->options.index_for(options)];
+            .value_or(decode_splits(params, mask, tiles, tile, shape.ctas_per_sm, gpu));
+    kernel.head_dims = row->head_dims;
+    kernel.options = row->options.sets[row->options.index_for(options)];
     params.changes_scores = changes_scores(options);  // a branch at run time
     params.pack_gqa_log2 = q_tiles.pack_gqa_log2;
     params.num_splits = splits;
     const int full = min_of(splits, kMaxClusterSplits);
-    plan.kernel.decode_cluster = bytes ? forced("FLASH_EXT_FORCE_CLUSTER").value_or(full) : full;
-    if (!forced("FLASH_EXT_FORCE_SPLITS"))
-        plan.kernel.by_length = splits_by_length(params, plan.mask, q_tiles, shape, gpu);
-    plan_decode_splits(plan, q_tiles, shape.rows);
-    const bool one_cta_per_sm = tiles * splits <= sms_of_clusters(plan.kernel.decode_cluster, gpu);
+    kernel.decode_cluster = bytes ? forced("FLASH_EXT_FORCE_CLUSTER").value_or(full) : full;
+    if (beside || (!forced("FLASH_EXT_FORCE_SPLITS") &&
+                   lengths_may_matter(params, mask, kernel.decode_cluster)))
+        kernel.by_length =
+            splits_by_length(params, q_tiles, kernel.decode_cluster, shape.ctas_per_sm, gpu);
+    if (beside) kernel.by_length.most_queries = q_tiles.queries;
+    plan_decode_splits(workspace, params, kernel, q_tiles, shape.rows);
+    const bool one_cta_per_sm = tiles * splits <= sms_of_clusters(kernel.decode_cluster, gpu);
     const bool many_keys =
-        keys_of_16_bits(params, plan.mask.keys_seen) > tuning::kFewDecodeKeys * splits;
-    plan.kernel.decode_tile = tile == kFewRows && one_cta_per_sm && many_keys ? kManyKeys : tile;
+        keys_of_16_bits(params, mask.keys_seen) > tuning::kFewDecodeKeys * splits;
+    kernel.decode_tile = tile == kFewRows && one_cta_per_sm && many_keys ? kManyKeys : tile;
     return true;
 }
 
@@ -273,7 +275,26 @@ bool decodes(const Call& call) {
     static_cast<AttentionParams&>(plan.params) = call.params;
     plan.params.aligned = true;  // in the copies of rows
     begin_plan(plan, call.gpu);
-    return plan_fa3_decode(plan, may_pack_gqa_of(plan.params));
+    return plan_fa3_decode(plan.workspace, plan.params, plan.kernel, plan.mask,
+                           may_pack_gqa_of(plan.params));
+}
+
+// Of prompts and decoding steps in one batch the steps are for the kernel for few queries: of a Q
+// tile of another kernel they would have one row. That is so for pages, which such batches have.
+// Where no sequence has few queries, its launch costs a few us: none if sequences are long.
+void plan_few_queries(ForwardPlan& plan, bool may_pack_gqa) {
+    constexpr int kManyQueries = 2048;
+    ForwardParams& params = plan.params;
+    if (params.pages.table == nullptr || params.cu_seqlens_q == nullptr || params.batch < 2 ||
+        params.batch_invariant || mean_queries(params) > kManyQueries)
+        return;
+    FewQueries& few = plan.few_queries.emplace(params, plan.kernel);
+    few.params.seqlen_q = params.batch;  // at most: one of each sequence
+    if (!plan_fa3_decode(plan.workspace, few.params, few.kernel, summary_of(few.params),
+                         may_pack_gqa, /*beside=*/true))
+        return plan.few_queries.reset();
+    few.params.seqlen_q = params.seqlen_q;
+    params.few_queries = few.kernel.by_length.most_queries;
 }
 
 void plan_fa3_forward(ForwardPlan& plan) {
@@ -281,7 +302,8 @@ void plan_fa3_forward(ForwardPlan& plan) {
     ForwardKernel& kernel = plan.kernel;
     const GpuModel& gpu = kernel.gpu;
     const bool may_pack_gqa = may_pack_gqa_of(params);
-    if (plan_fa3_decode(plan, may_pack_gqa)) return;
+    if (plan_fa3_decode(plan.workspace, params, kernel, plan.mask, may_pack_gqa)) return;
+    plan_few_queries(plan, may_pack_gqa);
     plan_bias(plan);
 
     // Splits and packed GQA, by the smallest Q tiles.
@@ -331,6 +353,13 @@ void plan_fa3_forward(ForwardPlan& plan) {
     if (tiles * params.num_splits > gpu.sms) plan.workspace.reserve(params.counters, 1);
 }
 
+cudaError_t run_fa3_decode(const ForwardParams& params, const ForwardKernel& kernel,
+                           cudaStream_t stream) {
+    return dispatch_head_dims<tuning::kFa3Decode>(kernel.head_dims, [&](auto dim, auto dim_v) {
+        return fa3_decode<dim, dim_v>(params, kernel, stream);
+    });
+}
+
 cudaError_t run_fa3_forward(const ForwardPlan& plan, cudaStream_t stream) {
     const ForwardParams& params = plan.params;
     const ForwardKernel& kernel = plan.kernel;
@@ -349,10 +378,7 @@ cudaError_t run_fa3_forward(const ForwardPlan& plan, cudaStream_t stream) {
             kernel.head_dims, [&](auto dim, auto dim_v) {
                 return fa3_decode_8_bits<dim, dim_v>(params, kernel, stream);
             });
-    if (kernel.decode_tile)
-        return dispatch_head_dims<tuning::kFa3Decode>(kernel.head_dims, [&](auto dim, auto dim_v) {
-            return fa3_decode<dim, dim_v>(params, kernel, stream);
-        });
+    if (kernel.decode_tile) return run_fa3_decode(params, kernel, stream);
     return dispatch_head_dims<tuning::kFa3Forward>(kernel.head_dims, [&](auto dim, auto dim_v) {
         return fa3_forward<dim, dim_v>(params, kernel, stream);
     });
@@ -483,6 +509,13 @@ std::optional<BiasGradientKernel> fa3_bias_gradient_kernel(const BackwardParams&
     kernel.ctas = forced("FLASH_EXT_FORCE_CLUSTER")
                       .value_or(dbias_ctas(params, tile.block_q, tile.block_kv, gpu));
     return kernel;
+}
+
+cudaError_t run_fa3_few_queries(const ForwardPlan& plan, cudaStream_t stream) {
+    ForwardParams params = plan.few_queries->params;
+    params.q = plan.params.q;  // which may be copies
+    params.out = plan.params.out;
+    return run_fa3_decode(params, plan.few_queries->kernel, stream);
 }
 
 cudaError_t run_fa3_bias_gradient(const BackwardPlan& plan, cudaStream_t stream) {

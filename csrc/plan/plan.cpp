@@ -187,6 +187,7 @@ cudaError_t launch(const ForwardPlan& plan, cudaStream_t stream) {
     if (status == cudaSuccess && plan.kernel.has_splits)
         status = combine_splits(plan.params, plan.kernel.head_dims, stream,
                                 /*pdl=*/plan.variant == Variant::kFa3);
+    if (status == cudaSuccess && plan.few_queries) status = run_fa3_few_queries(plan, stream);
     return status == cudaSuccess ? copy_if_any(plan.results, /*back=*/true, stream) : status;
 }
 

@@ -82,6 +82,13 @@ class Workspace {
     int64_t bytes_ = 0;
 };
 
+// The kernel for few queries, for the sequences of a batch that have few, after that for the
+// others.
+struct FewQueries {
+    ForwardParams params;
+    ForwardKernel kernel;
+};
+
 // Filled in with the call's tensors and options. make_plan() adds all decisions: tiles, splits,
 // packing, the order of tiles, and what memory they need. The caller gives the workspace its memory
 // before the launch.
@@ -90,6 +97,7 @@ struct ForwardPlan {
     ForwardParams params;
     MaskSummary mask;
     ForwardKernel kernel;
+    std::optional<FewQueries> few_queries;
     Workspace workspace;
     RowCopies inputs, results;  // in the place of rows that TMA cannot address
 };

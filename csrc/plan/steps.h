@@ -36,6 +36,7 @@ extern const VariantRow kFa1Row, kFa2Row, kFa3Row;
 std::optional<BiasGradientKernel> fa3_bias_gradient_kernel(const BackwardParams& params,
                                                            std::span<const Operand> operands,
                                                            const GpuModel& gpu);
+cudaError_t run_fa3_few_queries(const ForwardPlan& plan, cudaStream_t stream);
 cudaError_t run_fa3_bias_gradient(const BackwardPlan& plan, cudaStream_t stream);
 
 // A tensor of the call, as far as its params describe it.

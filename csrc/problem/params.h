@@ -225,6 +225,9 @@ struct ForwardParams : AttentionParams {
     // FA1 only, whose running output and statistics are in HBM.
     float* out_accum = nullptr;       // (B, Hq, Q tiles, kBlockQ * padded Dv), in fragment order
     float* row_statistics = nullptr;  // (B, Hq, Q tiles, 2, kBlockQ): maxima, then sums
+
+    // FA3 with pages and varlen: sequences of at most so many queries are another kernel's.
+    int few_queries = 0;
 };
 
 // Raised if *word is `epoch`, see launch_epoch.h. The word is the call's own, and nothing clears

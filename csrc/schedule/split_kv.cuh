@@ -27,6 +27,7 @@ FLASH_HOST_DEVICE constexpr int decode_clusters(int splits) {
 struct SplitsByLength {
     int clusters = 0;  // 0: splits do not depend on lengths
     int least = 1;     // blocks of keys of a cluster, if its tile has several
+    int most_queries = BandMask::kUnlimited;  // sequences with more are another kernel's
 
     // The blocks of a cluster, if all sequences have `total`. A float is exact up to 2^24 blocks,
     // and beyond them near enough.

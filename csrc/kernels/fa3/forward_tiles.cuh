@@ -150,6 +150,7 @@ struct Fa3ForwardTiles
             if (pack_gqa_log2() > 0) work.head *= group();  // the first head of the group
         }
         describe<Fa3ForwardTiles>(tile, params, work, queries());
+        if (kPages && tile.sequence.seqlen_q <= params.few_queries) tile.first_query = -1;
         if constexpr (kMask)
             take_runs<kMaskBlock / kBlockKV>(tile.kv_tiles, tile.full_tiles, runs_of(tile));
         if constexpr (kMayHaveSplits)

@@ -22,6 +22,7 @@ struct TileByLength {
         const int sequences = sequence_count(params);
         const auto work_of = [&](int number) -> SequenceWork {
             const Sequence s = sequence_of<true, kPages>(params, number);
+            if (s.seqlen_q > by_length.most_queries) return {0, 0};
             const VisibleTiles seen =
                 VisibleTiles::of_queries(mask_of(params, s), {0, s.seqlen_q}, kKeys);
             return {ceil_div(s.seqlen_q, queries), seen.count()};
