@@ -135,9 +135,14 @@ def _paged_forward(
 
 
 def register(name: str) -> None:
-    """Make name an implementation of transformers' flash-attn, that continuous batching takes."""
+    """Make name an implementation of transformers' flash-attn, which continuous batching accepts.
+
+    Nothing happens in a release that imports flash-attn otherwise.
+    """
     names = (name, _PAGED + name)
-    imports = modeling_flash_attention_utils._lazy_imports
+    imports: Any = getattr(modeling_flash_attention_utils, "_lazy_imports", None)
+    if imports is None:
+        return
     if not hasattr(imports, "flash_ext_before"):
 
         def extended(implementation: str | None, *args: Any, **kwargs: Any) -> Any:
