@@ -100,8 +100,7 @@ endif
 wheel: export SOURCE_DATE_EPOCH = 315532800
 wheel: $(READY) sdist  ## the wheel and the sdist, checked
 	rm -f dist/*$(PLATFORM).whl
-	FLASH_EXT_PORTABLE=1 $(CROSS) \
-	    $(PY) -m build --no-isolation --wheel -C=--build-option=--plat-name=$(PLATFORM)
+	FLASH_EXT_PORTABLE=1 $(CROSS) $(PY) -m build --no-isolation --wheel -C=--build-option=--plat-name=$(PLATFORM)
 	$(MAKE) check-wheel
 
 # auditwheel adds the platform that it finds to the name: its --plat knows only this machine's. It

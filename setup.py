@@ -81,10 +81,8 @@ def gencode_flags(archs: str, source: Path) -> list[str]:
     targets = re.findall(r"([^\s,;+]+)(\+PTX)?", archs)
     if source.name.startswith(("fa3_", "fp8_")):
         targets = [x for x in targets if x[0] == "90a"] or targets
-    return [
-        f"-gencode=arch=compute_{x},code=" + (f"[sm_{x},compute_{x}]" if ptx else f"sm_{x}")
-        for x, ptx in targets
-    ]
+    code = {"": "sm_{0}", "+PTX": "[sm_{0},compute_{0}]"}
+    return [f"-gencode=arch=compute_{x},code={code[ptx].format(x)}" for x, ptx in targets]
 
 
 def check_nvcc(home: Path, archs: str) -> str:
@@ -153,11 +151,9 @@ def flags_of(
     # libtorch.so pulls in libtorch_cuda.so, which holds the current-stream shim. That is a weak
     # symbol here, so the linker would see no need for libtorch.so. -s: half as large.
     cuda = [path for name in ("lib64", "lib") for path in cuda_folders(home, name)]
-    link = [
-        *(f"-L{path}" for path in (libraries, *cuda)),
-        *(f"-l{name}" for name in ("torch_cpu", "cudart_static", "rt", "dl", "pthread")),
-        *("-s", "-Wl,--exclude-libs,ALL,--no-as-needed", "-ltorch", "-Wl,--as-needed"),
-    ]
+    link = [f"-L{path}" for path in (libraries, *cuda)]
+    link += [f"-l{name}" for name in ("torch_cpu", "cudart_static", "rt", "dl", "pthread")]
+    link += ["-s", "-Wl,--exclude-libs,ALL,--no-as-needed", "-ltorch", "-Wl,--as-needed"]
     return nvcc, host, link
 
 
@@ -211,7 +207,7 @@ def compile_and_link(nvcc: list, archs: str, host: list, link: list) -> tuple[Pa
     ninja = shutil.which("ninja") or shutil.which("ninja", path=Path(sys.executable).parent)
     if ninja is None:
         sys.exit("flash_ext: building the CUDA kernels needs ninja; use: pip install ninja")
-    run = [ninja, "-j", str(jobs()), "-f", str(folder / "build.ninja")]
+    run = [ninja, "-j", str(jobs()), "-f", folder / "build.ninja"]
     status = {"NINJA_STATUS": "[%f/%t, %e s] "}
     if subprocess.run(run, cwd=ROOT, env=status | os.environ).returncode:
         sys.exit("flash_ext: the CUDA kernels did not compile, see above")
@@ -223,8 +219,8 @@ def judge(logs: list[Path]) -> list[str]:
     the compilers said goes to build/ptxas.log, with names as in the source."""
     text = "".join(log.read_text(errors="replace") for log in logs)
     if demangle := shutil.which("c++filt"):  # -p: without arguments
-        text = subprocess.check_output([demangle, "-p"], input=text, text=True)
-        text = text.replace("flash_ext::", "")
+        said = subprocess.check_output([demangle, "-p"], input=text, text=True)
+        text = said.replace("flash_ext::", "")
     (ROOT / "build/ptxas.log").write_text(text)
     lines = text.splitlines()
     shown = [line for line in lines if SLOW.search(line) or not STATISTICS.search(line)]
@@ -240,8 +236,8 @@ def judge(logs: list[Path]) -> list[str]:
 
 
 class BuildKernels(build_ext):
-    def get_ext_filename(self, name: str) -> str:
-        return str(Path(*name.split("."))) + ".abi3.so"  # whatever Python: it is no module
+    def get_ext_filename(self, name: str) -> str:  # whatever Python: it is no module
+        return name.replace(".", "/") + ".abi3.so"
 
     def build_extensions(self) -> None:
         home, torch, portable = CUDA_HOME, check_torch(), is_set("FLASH_EXT_PORTABLE")

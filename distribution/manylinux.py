@@ -79,10 +79,8 @@ def make_stand_in(folder: Path, soname: str, symbols: dict[str, tuple[str, str]]
     versions = sorted({version for version, _ in symbols.values() if version})
     script = folder / f"{soname}.map"
     script.write_text("".join(f"{x} {{}};\n" for x in versions) or "{ *; };\n")
-    compiler(
-        "-shared", "-nostdlib", f"-Wl,-soname,{soname},--version-script,{script}",
-        "-o", folder / soname, "-x", "assembler", "-", text="\n".join(lines) + "\n",
-    )  # fmt: skip
+    options = f"-Wl,-soname,{soname},--version-script,{script}", "-o", folder / soname
+    compiler("-shared", "-nostdlib", *options, "-x", "assembler", "-", text="\n".join([*lines, ""]))
     return str(folder / soname)
 
 

@@ -16,13 +16,11 @@ import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import digest  # noqa: E402
 
-Json = dict[str, Any]
 DIST, RESULTS = ROOT / "dist", ROOT / "benchmarks/results"
 MAX_BYTES = 12_000_000
 
@@ -32,14 +30,13 @@ def wheel_path(machine: str = platform.machine()) -> Path:
     return found[-1] if found else sys.exit(f"there is no wheel for {machine}: run make wheel")
 
 
-def record_of(wheel: Path) -> Json:
+def record_of(wheel: Path) -> dict:
     """What setup.py recorded of the library in a wheel."""
     with zipfile.ZipFile(wheel) as archive:
         return json.loads(archive.read("flash_ext/_C.json"))
 
 
 def unpack(wheel: Path, folder: Path) -> None:
-    """Puts the package of a wheel into a folder, in place of the one there."""
     shutil.rmtree(folder / "flash_ext", ignore_errors=True)
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder, [x for x in archive.namelist() if x.startswith("flash_ext/")])
@@ -60,7 +57,6 @@ def wheel_complaints(wheel: Path, source: str) -> Iterator[str]:
 
 
 def gpu_complaints(source: str, results: Path = RESULTS) -> Iterator[str]:
-    """The missing reports from a GPU."""
     for name, command in (("tests", "gpu-test"), ("sanitizer", "sanitize")):
         every = [json.loads(path.read_text()) for path in results.glob(f"*/{name}.json")]
         if not (found := [run for run in every if run.get("digest") == source]):
