@@ -705,6 +705,7 @@ REFUSED: dict[str, tuple[str, Callable[[Arguments], Arguments]]] = {
 }
 
 
+@pytest.mark.all_cases
 @pytest.mark.parametrize("op", ("fwd", "check"))
 @pytest.mark.parametrize("what", REFUSED)
 def test_refused(what: str, op: str, device: str) -> None:
