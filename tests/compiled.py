@@ -32,6 +32,7 @@ DEVICE_CODE = (
 """Flags for device code: fake_cuda/ has CUDA's headers, and ptx/ in place of that of csrc/."""
 
 
+PLAN = tuple(CSRC / "plan" / f"{name}.cpp" for name in ("plan", "fa1", "fa2", "fa3"))
 FLAGS = ("-std=c++20", "-O0", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror")
 BUILD = ROOT / "build" / "tests-native"
 
@@ -99,6 +100,13 @@ def small_kernels(name: str) -> ModuleType:
     sources = [NATIVE / f"{source}.cpp" for source in ("append_kv", "copies", "make_mask")]
     flags = [*DEVICE_CODE, "-Wno-unused-variable", "-Wno-parentheses"]
     return python_module(name, [*sources, FAKE_CUDA / "device.cpp"], flags, "flash_ext_kernels")
+
+
+def host_code(name: str) -> ModuleType:
+    """The module `name` of the constexpr code and the plan, in one library for the same reason."""
+    flags = [f"-I{FAKE_CUDA}", "-DFLASH_EXT_SM90A", "-DMODULE=flash_ext_plan"]
+    sources = [NATIVE / "native.cpp", NATIVE / "plan.cpp", *PLAN]
+    return python_module(name, sources, flags, "flash_ext_host_code")
 
 
 @functools.cache

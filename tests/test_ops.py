@@ -349,6 +349,27 @@ class RecordNeedDbias(TorchDispatchMode):
         return result
 
 
+class RecordDlse(TorchDispatchMode):
+    """Whether the backward ops called under it had a gradient of lse."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.flash_ext.bwd.default:
+            self.recorded = args[1] is not None
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_no_zeros_are_made_for_an_lse_without_a_gradient(variant: str, device: str) -> None:
+    """The kernels would read them."""
+    inputs = make_inputs(Problem(1, 20, 30), device)
+    for used in (False, True):
+        out, lse = attend(Problem(1, 20, 30), inputs, variant=variant, return_lse=True)
+        loss = out.sum() + lse.sum() if used else out.sum()
+        with RecordDlse() as record:
+            loss.backward()
+        assert record.recorded == used
+
+
 @pytest.mark.options(bias="1hqk")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_dbias_is_computed_only_where_it_is_wanted(variant: str, device: str) -> None:

@@ -18,23 +18,22 @@ from types import ModuleType
 
 import pytest
 from attention_testing import KERNEL_DIMS, VARIANTS, Problem, unsupported_reason
-from compiled import CSRC, NATIVE, ROOT, python_module, shared_library
+from compiled import CSRC, FAKE_CUDA, NATIVE, PLAN, ROOT, host_code, shared_library
 from test_attention import decoding, few_keys, few_queries, few_tiles
 from test_bias import CLUSTERS
 from test_parts import IN_PARTS
 
 H200, A100, SMALL = range(3)  # the GPUs of plan.cpp; the last has 99 KB of shared memory
-PLAN = [CSRC / "plan" / f"{name}.cpp" for name in ("plan", "fa1", "fa2", "fa3")]
 
 
 SOURCES = [NATIVE / "plan.cpp", *PLAN]
-FLAGS = [f"-I{NATIVE / 'fake_cuda'}"]
+FLAGS = [f"-I{FAKE_CUDA}"]
 SM90A = "-DFLASH_EXT_SM90A"
 
 
 @pytest.fixture(scope="session")
 def native() -> ModuleType:
-    return python_module("flash_ext_plan", SOURCES, [*FLAGS, SM90A, "-DMODULE=flash_ext_plan"])
+    return host_code("flash_ext_plan")
 
 
 class OtherBuild:
