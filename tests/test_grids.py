@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import itertools
 import random
+from types import SimpleNamespace
 
+import conftest
 import grids
 import pytest
 
@@ -42,3 +44,25 @@ def test_arguments_are_not_tied() -> None:
     given = [case | {"mask": str(i // 2 % 2)} for i, case in enumerate(cases(60, 2))]
     met = [(given[i]["mask"], given[i]["argument 1"]) for i in grids.some_of(given, "a test")]
     assert all(met.count(pair) >= 8 for pair in itertools.product("01", repeat=2)), met
+
+
+def test_only_the_cpu_has_fewer_cases() -> None:
+    """And not of tests with the marker all_cases, nor of those that name no device."""
+
+    def item(test: str, marked: bool, **arguments: object) -> SimpleNamespace:
+        return SimpleNamespace(
+            nodeid=f"{test}[{arguments}]",
+            callspec=SimpleNamespace(params=arguments),
+            get_closest_marker=lambda name: marked and name == "all_cases",
+        )
+
+    values = itertools.product(range(6), range(6))
+    items = [
+        item(test, test == "whole", **device, a=a, b=b)
+        for a, b in values
+        for test in ("some", "whole")
+        for device in ({"device": "cpu"}, {"device": "cuda"}, {})
+    ]
+    left_out = list(conftest.cases_left_out([SimpleNamespace(nodeid="no cases"), *items]))
+    assert len(left_out) == 36 - 9
+    assert {(x.nodeid[:4], x.callspec.params["device"]) for x in left_out} == {("some", "cpu")}
