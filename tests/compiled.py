@@ -32,6 +32,7 @@ DEVICE_CODE = (
 """Flags for device code: fake_cuda/ has CUDA's headers, and ptx/ in place of that of csrc/."""
 
 
+PLAN = tuple(CSRC / "plan" / f"{name}.cpp" for name in ("plan", "fa1", "fa2", "fa3"))
 FLAGS = ("-std=c++20", "-O0", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror")
 BUILD = ROOT / "build" / "tests-native"
 
@@ -71,20 +72,41 @@ def shared_library(name: str, sources: Sequence[Path], flags: Sequence[str]) -> 
     return compile_once(f"{name}.so", [*sources, *sorted(headers)], [*command, *flags], code)
 
 
-def python_module(name: str, sources: Sequence[Path], flags: Sequence[str] = ()) -> ModuleType:
-    """The module that the sources make with pybind11, whose headers are compiled before."""
+def python_module(
+    name: str, sources: Sequence[Path], flags: Sequence[str] = (), library_name: str = ""
+) -> ModuleType:
+    """The module that the sources make with pybind11, whose headers are compiled before.
+
+    library_name: of a library with several modules, if the name is not the module's.
+    """
     pybind11 = pytest.importorskip("pybind11")
     includes = [f"-I{x}" for x in (pybind11.get_include(), sysconfig.get_path("include"))]
     header = NATIVE / "python.h"
     command = [*FLAGS, *includes, "-x", "c++-header", str(header)]
     compiled = compile_once("python.h.gch", [header], command).with_suffix("")
-    library = shared_library(name, sources, [*flags, *includes, "-include", str(compiled)])
+    more = [*includes, "-include", str(compiled)]
+    library = shared_library(library_name or name, sources, [*flags, *more])
     loader = importlib.machinery.ExtensionFileLoader(name, str(library))
     spec = importlib.util.spec_from_loader(name, loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
     return module
+
+
+def small_kernels(name: str) -> ModuleType:
+    """The module `name` of the kernels without shared memory. All of them are one library: the
+    compiler needs longer for pybind11 than for a kernel."""
+    sources = [NATIVE / f"{source}.cpp" for source in ("append_kv", "copies", "make_mask")]
+    flags = [*DEVICE_CODE, "-Wno-unused-variable", "-Wno-parentheses"]
+    return python_module(name, [*sources, FAKE_CUDA / "device.cpp"], flags, "flash_ext_kernels")
+
+
+def host_code(name: str) -> ModuleType:
+    """The module `name` of the constexpr code and the plan, in one library for the same reason."""
+    flags = [f"-I{FAKE_CUDA}", "-DFLASH_EXT_SM90A", "-DMODULE=flash_ext_plan"]
+    sources = [NATIVE / "native.cpp", NATIVE / "plan.cpp", *PLAN]
+    return python_module(name, sources, flags, "flash_ext_host_code")
 
 
 @functools.cache

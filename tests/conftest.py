@@ -3,6 +3,9 @@
 A test that takes the argument `device` runs once per device: "cpu", and "cuda" under the marker
 `gpu`, which skips, saying why, where there is no GPU or no compiled library.
 
+On a CPU, whose kernels have few paths, such a test has only some of its cases, in which each value
+of each argument occurs: grids.some_of. --all-cases and the marker `all_cases` keep all of them.
+
 A test with the argument `variant` is left out where that variant does not run the test's problem:
 `attention_testing.unsupported_reason` knows. The problem is the argument `problem`, or has for its
 fields the arguments of their names, what is in the argument `options`, and what the marker
@@ -19,7 +22,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -52,6 +55,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="write counts, the reasons of skips and what failed, as JSON",
     )
     parser.addoption(
+        "--all-cases",
+        action="store_true",
+        help="on a CPU, too, all cases of the tests that run on each device",
+    )
+    parser.addoption(
         "--soak",
         type=float,
         nargs="?",
@@ -64,6 +72,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device and the compiled library")
     config.addinivalue_line("markers", "soak: runs only with --soak")
+    config.addinivalue_line("markers", "all_cases: has all of its cases on a CPU, too")
     config.addinivalue_line("markers", "options(**fields): of the problems that the test runs")
     # The CPU's tensors are small, and with xdist every core has its own process.
     torch.set_num_threads(1)
@@ -128,6 +137,23 @@ def problem_of(item: pytest.Function) -> Problem:
     return Problem(**{name: fields[name] for name in DECISIVE if name in fields})
 
 
+def cases_left_out(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
+    """Of the tests that run on each device, the cases that the CPU does not need."""
+    tests: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        arguments = getattr(getattr(item, "callspec", None), "params", {})
+        if arguments.get("device") == "cpu" and not item.get_closest_marker("all_cases"):
+            tests.setdefault(item.nodeid.split("[")[0], []).append(item)
+    for name, of_test in tests.items():
+        cases = [
+            {name: repr(x) for name, x in item.callspec.params.items() if name != "device"}
+            for item in of_test
+        ]
+        chosen = grids.some_of(cases, name) if cases[0] else {0}
+        yield from (item for index, item in enumerate(of_test) if index not in chosen)
+
+
+@pytest.hookimpl(trylast=True)  # after pytest has left out what -k and -m do not ask for
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     reason = gpu_suite.why_no_gpu()
     left_out = []
@@ -151,6 +177,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=f"{variant} {unsupported}"))
         elif attention_testing.unsupported_reason(variant, problem_of(item), device):
             left_out.append(item)
+    if not config.option.all_cases:
+        gone = set(left_out)
+        left_out += cases_left_out(item for item in items if item not in gone)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         gone = set(left_out)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -49,6 +50,44 @@ def cover(device: str, *axes: Sequence[Any]) -> list[tuple[Any, ...]]:
         missing -= pairs[best]
         chosen.add(best)
     return [tuple(v for _, v in x) for n, x in enumerate(every) if device != "cpu" or n in chosen]
+
+
+LEAST = 1 / 4
+"""The share of a test's cases that `some_of` keeps at least."""
+
+
+def some_of(cases: Sequence[dict[str, str]], seed: str) -> set[int]:
+    """The indices of few of a test's cases, in which each value of each argument occurs.
+
+    Which values meet is drawn, evenly: two arguments are not tied to each other by their order.
+    """
+    values = {name: dict.fromkeys(case[name] for case in cases) for name in cases[0]}
+    first = max(values, key=lambda name: len(values[name]))
+    counts: Counter[object] = Counter()
+    left = dict.fromkeys(random.Random(seed).sample(range(len(cases)), len(cases)))
+
+    def met(index: int) -> list[object]:
+        """The values, and the pairs of them. Each value of `first` is taken once anyway."""
+        others = [item for item in cases[index].items() if item[0] != first]
+        return [*others, *itertools.combinations(others, 2)]
+
+    def take(candidates: Iterable[int]) -> None:
+        best = min(candidates, key=lambda index: sum(counts[x] for x in met(index)))
+        counts.update(met(best))
+        del left[best]
+
+    of_value: dict[object, list[int]] = {}
+    for index in left:
+        of_value.setdefault(cases[index][first], []).append(index)
+    for candidates in of_value.values():
+        take(candidates)
+    for name, wanted in values.items():
+        for value in wanted:
+            if all(cases[index][name] != value for index in range(len(cases)) if index not in left):
+                take([index for index in left if cases[index][name] == value])
+    while len(cases) - len(left) < LEAST * len(cases):
+        take(left)
+    return set(range(len(cases))) - left.keys()
 
 
 def alternate(problems: Iterable[Problem]) -> Iterator[Problem]:

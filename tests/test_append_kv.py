@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from compiled import DEVICE_CODE, FAKE_CUDA, NATIVE, load_host_side, python_module
+from compiled import load_host_side, small_kernels
 
 Tensor = torch.Tensor
 append_kv = torch.ops.flash_ext.append_kv
@@ -318,9 +318,7 @@ def test_autograd_notices_the_write() -> None:
 
 @pytest.fixture(scope="session")
 def native() -> ModuleType:
-    flags = [*DEVICE_CODE, "-Wno-unused-variable"]
-    sources = [NATIVE / "append_kv.cpp", FAKE_CUDA / "device.cpp"]
-    return python_module("flash_ext_append_kv", sources, flags)
+    return small_kernels("flash_ext_append_kv")
 
 
 def truncated(x: Tensor) -> Tensor:

@@ -13,17 +13,14 @@ from types import ModuleType
 
 import pytest
 import torch
-from compiled import DEVICE_CODE, FAKE_CUDA, NATIVE, python_module
+from compiled import small_kernels
 
 POISON = 7777
 
 
 @pytest.fixture(scope="session")
 def native() -> ModuleType:
-    flags = [*DEVICE_CODE, "-Wno-unused-variable"]
-    return python_module(
-        "flash_ext_copies", [NATIVE / "copies.cpp", FAKE_CUDA / "device.cpp"], flags
-    )
+    return small_kernels("flash_ext_copies")
 
 
 def in_poison(sizes: tuple[int, ...], source: random.Random) -> tuple[torch.Tensor, torch.Tensor]:

@@ -391,12 +391,14 @@ def refuse(op: str, argument: str, change: Callable, arguments: Arguments) -> st
     return message
 
 
+@pytest.mark.all_cases
 @pytest.mark.parametrize("op", ("fwd", "check", "bwd"))
 @pytest.mark.parametrize("case", FORWARD_CASES)
 def test_bad_arguments(case: str, op: str, device: str) -> None:
     refuse(op, *FORWARD_CASES[case], good(device))
 
 
+@pytest.mark.all_cases
 @pytest.mark.parametrize("op", ("fwd", "check", "bwd"))
 @pytest.mark.parametrize("case", PACKED_CASES)
 def test_bad_packed_arguments(case: str, op: str, device: str) -> None:

@@ -50,12 +50,11 @@ def test_report_says_why_tests_were_skipped(tmp_path: Path) -> None:
     assert reasons == {"needs 100 GiB": 2, "needs two GPUs": 1}
 
 
-# As `pytest ARGUMENTS --part I/N --report I.json`, once for each part; torch is imported once.
-
-
-# As `pytest ARGUMENTS --part I/N --report I.json`, once for each part; torch is imported once.
+# As `pytest ARGUMENTS --part I/N --report I.json`, once for each part; what conftest.py imports is
+# imported once.
 RUN_PARTS = """
-import os, sys, attention_testing, pytest
+import os, sys, pytest
+import gpu_suite, gpu_test_report, grids
 parts, *arguments = sys.argv[1:]
 for i in range(int(parts)):
     if os.fork() == 0:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from compiled import DEVICE_CODE, FAKE_CUDA, NATIVE, python_module
+from compiled import small_kernels
 from mask_model import POISON, blocks_of, kinds_of_rows
 from test_mask_ops import random_intervals, random_mask, used
 from torch import Tensor
@@ -21,10 +21,7 @@ ops = torch.ops.flash_ext
 
 @pytest.fixture(scope="session")
 def native() -> ModuleType:
-    flags = [*DEVICE_CODE, "-Wno-unused-variable", "-Wno-parentheses"]
-    return python_module(
-        "flash_ext_make_mask", [NATIVE / "make_mask.cpp", FAKE_CUDA / "device.cpp"], flags
-    )
+    return small_kernels("flash_ext_make_mask")
 
 
 def described(native: ModuleType, x: Tensor | None) -> object:

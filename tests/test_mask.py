@@ -22,7 +22,7 @@ SIDES = (-1, 0, 1, 3, 20)
 @pytest.mark.parametrize("causal", (False, True))
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), LENGTHS)
 def test_intervals_cover_exactly(seqlen_q: int, seqlen_k: int, causal: bool) -> None:
-    for window in itertools.product(SIDES, SIDES):
+    for window in itertools.product(SIDES, SIDES[-2:] if causal else SIDES):
         mask = dense_mask(seqlen_q, seqlen_k, causal, window)
         b = band(seqlen_q, seqlen_k, causal, *window)
         for q0, q1 in itertools.combinations(range(seqlen_q + 1), 2):

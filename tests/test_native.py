@@ -22,7 +22,7 @@ from attention_testing import (
     dense_mask,
     unsupported_reason,
 )
-from compiled import NATIVE, python_module
+from compiled import host_code
 from dropout_bits import is_kept, philox4x32
 from mask_model import rows_of
 from test_attention import few_queries, few_tiles, long_sequences, many_tiles
@@ -31,7 +31,7 @@ from test_dropout import SPLIT_KEYS
 
 @pytest.fixture(scope="session")
 def native() -> ModuleType:
-    return python_module("flash_ext_native", [NATIVE / "native.cpp"])
+    return host_code("flash_ext_native")
 
 
 # --- problem/mask.cuh ---

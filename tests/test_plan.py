@@ -7,6 +7,7 @@ that take another's kernel; and a GPU that is asked for its attributes at every 
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import math
 import os
@@ -17,23 +18,38 @@ from types import ModuleType
 
 import pytest
 from attention_testing import KERNEL_DIMS, VARIANTS, Problem, unsupported_reason
-from compiled import CSRC, NATIVE, ROOT, python_module
+from compiled import CSRC, FAKE_CUDA, NATIVE, PLAN, ROOT, host_code, shared_library
 from test_attention import decoding, few_keys, few_queries, few_tiles
 from test_bias import CLUSTERS
 from test_parts import IN_PARTS
 
 H200, A100, SMALL = range(3)  # the GPUs of plan.cpp; the last has 99 KB of shared memory
-PLAN = [CSRC / "plan" / f"{name}.cpp" for name in ("plan", "fa1", "fa2", "fa3")]
 
 
-def plan_module(name: str, *flags: str) -> ModuleType:
-    flags = (f"-I{NATIVE / 'fake_cuda'}", f"-DMODULE={name}", *flags)
-    return python_module(name, [NATIVE / "plan.cpp", *PLAN], flags)
+SOURCES = [NATIVE / "plan.cpp", *PLAN]
+FLAGS = [f"-I{FAKE_CUDA}"]
+SM90A = "-DFLASH_EXT_SM90A"
 
 
 @pytest.fixture(scope="session")
 def native() -> ModuleType:
-    return plan_module("flash_ext_plan", "-DFLASH_EXT_SM90A")
+    return host_code("flash_ext_plan")
+
+
+class OtherBuild:
+    """Another build of the plan, which answers few questions (ask() in plan.cpp)."""
+
+    def __init__(self, name: str, *flags: str) -> None:
+        self.library = ctypes.CDLL(str(shared_library(name, SOURCES, [*FLAGS, *flags])))
+        self.library.ask.restype = ctypes.c_char_p
+
+    def ask(
+        self, what: str, variant: str, *, d: int = 64, gpu: int = H200,
+        rows: tuple[int, int] = (300, 300), bias: bool = False, fp8: bool = False, softcap: int = 0,
+    ) -> str:  # fmt: skip
+        fields = (ctypes.c_int * 7)(gpu, *rows, d, bias, fp8, softcap)
+        answer: bytes = self.library.ask(what.encode(), variant.encode(), fields)
+        return answer.decode()
 
 
 def problem(native: ModuleType, **fields: object) -> object:
@@ -719,13 +735,13 @@ def test_fa2_stands_in_for_fa3(fields: dict[str, object], why: str, native: Modu
 
 @pytest.mark.parametrize("fp8", (False, True))
 def test_a_build_without_fa3_says_first_what_no_build_changes(fp8: bool) -> None:
-    p = problem(plan_module("plan_without_fa3"), seqlen_q=100, seqlen_k=100, fp8=fp8)
+    without_fa3 = OtherBuild("plan_without_fa3")
     for gpu, why in (
         (H200, "was not built: add 90a to FLASH_EXT_CUDA_ARCHS"),
         (A100, "needs a Hopper GPU (compute capability 9.0), this one has 8.0"),
     ):
-        p.gpu = gpu
-        assert p.choose_forward("fa3") == (None, f"variant 'fa3' {why}")
+        answer = without_fa3.ask("choose_forward", "fa3", gpu=gpu, rows=(100, 100), fp8=fp8)
+        assert answer == f"none: variant 'fa3' {why}"
 
 
 @pytest.mark.parametrize(("batch", "fits"), [(999, True), (1000, False)])
@@ -956,7 +972,7 @@ def test_gpu_problems_have_every_cluster(native: ModuleType) -> None:
 
 
 @pytest.fixture(scope="module")
-def with_gaps() -> ModuleType:
+def with_gaps() -> OtherBuild:
     """The plan with rows and sets of options missing in tuning.h."""
     home = ROOT / "build" / "tests-native" / "with_gaps"
     (home / "plan").mkdir(parents=True, exist_ok=True)
@@ -977,34 +993,30 @@ def with_gaps() -> ModuleType:
         replacement = options and re.sub(head, with_options, found[0], count=1)
         tables[table] = tables[table].replace(found[0], replacement or "")
     (home / "plan" / "tuning.h").write_text("".join(tables.values()))
-    return plan_module("plan_with_gaps", "-DFLASH_EXT_SM90A", f"-iquote{home}")
+    return OtherBuild("plan_with_gaps", SM90A, f"-iquote{home}")
 
 
-def test_a_kernel_lacks_what_its_table_lacks(with_gaps: ModuleType) -> None:
+def test_a_kernel_lacks_what_its_table_lacks(with_gaps: OtherBuild) -> None:
     """A call takes the next row that holds it and has its options, or is refused with the reason.
 
     Nothing else has to know the row: no other table, and no list of head dims.
     """
 
-    def call(d: int, **fields: object) -> object:
-        return problem(with_gaps, seqlen_q=300, seqlen_k=300, head_dim=d, head_dim_v=d, **fields)
-
-    assert call(96).forward("fa2").launches == ["fa2_forward<128, 128>"]
-    assert call(96).forward("fa3").launches == ["fa3_forward<96, 96>"]
-    assert call(64, bias=True).backward("fa2").launches[0] == "fa2_backward<96, 96>"
-    assert call(64).backward("fa2").launches == ["fa2_backward<64, 64>"]
-    assert call(256).backward("fa2").launches == ["fa2_backward<256, 256>"]
-    decoding = dict(seqlen_q=1, seqlen_k=4096)
-    p = problem(with_gaps, **decoding, head_dim=128, head_dim_v=128)
-    assert p.forward("fa3").launches == ["fa3_decode<192, 128>"]
+    ask = with_gaps.ask
+    assert ask("forward", "fa2", d=96) == "fa2_forward<128, 128>"
+    assert ask("forward", "fa3", d=96) == "fa3_forward<96, 96>"
+    assert ask("backward", "fa2", d=64, bias=True).startswith("fa2_backward<96, 96>; ")
+    assert ask("backward", "fa2", d=64) == "fa2_backward<64, 64>"
+    assert ask("backward", "fa2", d=256) == "fa2_backward<256, 256>"
+    assert ask("forward", "fa3", d=128, rows=(1, 4096)) == "fa3_decode<192, 128>"
 
     why = "has no kernel for head dimensions 256 and 256"
-    assert call(256).choose_forward("fa2") == (None, f"variant 'fa2' {why}")
-    assert call(256).choose_forward("auto") == ("fa3", "")
-    assert call(256).choose_backward("fa2") == ("fa2", "")
-    p = call(256, softcap=2.0)
-    assert p.choose_forward("fa3") == (None, f"variant 'fa3' {why} with these options")
-    assert p.choose_forward("auto") == (None, f"variant 'fa2' {why} with these options")
+    assert ask("choose_forward", "fa2", d=256) == f"none: variant 'fa2' {why}"
+    assert ask("choose_forward", "auto", d=256) == "fa3: "
+    assert ask("choose_backward", "fa2", d=256) == "fa2: "
+    why += " with these options"
+    assert ask("choose_forward", "fa3", d=256, softcap=2) == f"none: variant 'fa3' {why}"
+    assert ask("choose_forward", "auto", d=256, softcap=2) == f"none: variant 'fa2' {why}"
 
 
 # --- Devices ---

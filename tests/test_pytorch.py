@@ -514,15 +514,24 @@ class Model(torch.nn.Module):
         return flash_ext.attention(q * 2, k, v, causal=True).relu()
 
 
-def exported(device: str) -> tuple[torch.export.ExportedProgram, list[torch.Tensor]]:
+class Attention(torch.nn.Module):
+    """Of which inductor has nothing to compile but the call."""
+
+    def forward(self, q, k, v):
+        return flash_ext.attention(q, k, v, causal=True)
+
+
+def exported(
+    model: torch.nn.Module, device: str
+) -> tuple[torch.export.ExportedProgram, list[torch.Tensor]]:
     tensors = qkv(device, 2, seqlen=11, dtype=torch.bfloat16)
     batch, seqlen = (torch.export.Dim(name, min=1, max=64) for name in ("batch", "seqlen"))
     shapes = tuple({0: batch, 1: seqlen} for _ in tensors)
-    return torch.export.export(Model(), tuple(tensors), dynamic_shapes=shapes), tensors
+    return torch.export.export(model, tuple(tensors), dynamic_shapes=shapes), tensors
 
 
 def test_export_with_other_sizes(tmp_path: Path, device: str) -> None:
-    program, _ = exported(device)
+    program, _ = exported(Model(), device)
     assert FWD in [node.target for node in program.graph.nodes]
     torch.export.save(program, tmp_path / "model.pt2")
     loaded = torch.export.load(tmp_path / "model.pt2").module()
@@ -542,7 +551,7 @@ torch.testing.assert_close(model(*tensors), expected)
 @pytest.mark.skipif(" " in torch.__file__, reason="inductor does not quote torch's folder")
 def test_aot_inductor_in_a_new_process(tmp_path: Path) -> None:
     """Which only has to import flash_ext, for its library."""
-    program, _ = exported("cpu")
+    program, _ = exported(Attention(), "cpu")
     quickly = {"compile_wrapper_opt_level": "O0", "precompile_headers": False}
     package = torch._inductor.aoti_compile_and_package(
         program,
@@ -550,7 +559,7 @@ def test_aot_inductor_in_a_new_process(tmp_path: Path) -> None:
         inductor_configs={f"aot_inductor.{name}": value for name, value in quickly.items()},
     )
     tensors = qkv("cpu", 5, seqlen=40, dtype=torch.bfloat16)
-    torch.save((tensors, Model()(*tensors)), tmp_path / "data.pt")
+    torch.save((tensors, Attention()(*tensors)), tmp_path / "data.pt")
     root = Path(flash_ext.__file__).parent.parent
     run_python("-c", RUN_PACKAGE, package, tmp_path / "data.pt", check=True, cwd=root)
 

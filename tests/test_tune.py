@@ -13,7 +13,7 @@ from pathlib import Path
 
 import gpu_test_report  # noqa: F401  puts benchmarks/ on the path
 import pytest
-from compiled import NATIVE, python_module
+from compiled import host_code
 
 import tune  # isort: skip
 from tune import Cost, Gpu, Row, SplitCosts  # isort: skip
@@ -72,7 +72,7 @@ def test_known_constants_of_splits_are_found(noise: float) -> None:
 
 def test_choices_are_those_of_plans() -> None:
     """tune.py has a copy of the models whose constants it fits."""
-    native = python_module("flash_ext_native", [NATIVE / "native.cpp"])
+    native = host_code("flash_ext_native")
     for row in (x for x in ROWS.values() if not x.fp8):
         for call in tune.grid(row.d):
             window = (call.window, 0 if call.causal else -1)

@@ -320,6 +320,7 @@ def call_with_offsets(offsets: tuple[int, ...], side: str, variant: str, device:
     out.sum().backward()
 
 
+@pytest.mark.all_cases
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("side", "qk")
 @pytest.mark.parametrize("what", BAD_OFFSETS)

@@ -9,7 +9,7 @@
 #include <functional>
 #include <vector>
 
-#include "one_after_another.h"
+#include "launches.h"
 
 namespace flash_ext {
 namespace {

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "kernels/common/copy_rows.cuh"
-#include "one_after_another.h"
+#include "launches.h"
 
 namespace flash_ext {
 namespace {

@@ -8,7 +8,7 @@
 #include <functional>
 #include <utility>
 
-#include "in_lockstep.h"
+#include "launches.h"
 
 namespace flash_ext {
 namespace {
@@ -27,7 +27,7 @@ struct Input {
 };
 
 template <class T>
-T* pointer(uint64_t address) {
+T* result(uint64_t address) {
     return reinterpret_cast<T*>(address);
 }
 
@@ -44,14 +44,17 @@ bool make(std::array<int, 4> sizes, Input dense, Input intervals, Input kinds, u
     params.dense = dense;
     params.intervals = intervals;
     params.kinds = kinds;
-    params.new_kinds = pointer<uint8_t>(kinds.data);
-    params.hulls = pointer<BlockHulls>(hulls);
-    params.kv_tiles = pointer<int>(kv_tiles);
-    params.q_tiles = pointer<int>(q_tiles);
-    params.words = pointer<uint32_t>(words);
+    params.new_kinds = result<uint8_t>(kinds.data);
+    params.hulls = result<BlockHulls>(hulls);
+    params.kv_tiles = result<int>(kv_tiles);
+    params.q_tiles = result<int>(q_tiles);
+    params.words = result<uint32_t>(words);
     params.kv_row = rows[0];
     params.q_row = rows[1];
-    return make_mask(params, nullptr) == cudaSuccess;
+    device::in_lockstep = true;
+    const cudaError_t status = make_mask(params, nullptr);
+    device::in_lockstep = false;
+    return status == cudaSuccess;
 }
 
 }  // namespace

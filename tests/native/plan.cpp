@@ -1,9 +1,12 @@
 // csrc/plan/ as a Python module, for tests/test_plan.py: which kernels a call takes, and how its
 // workspace is laid out. The GPUs and the kernels are stand-ins, which note that they were asked.
+// Without MODULE a library with ask() alone: pybind11 takes the compiler longer than the plan.
 #include "plan/plan.h"
 
+#ifdef MODULE
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#endif
 
 #include <algorithm>
 #include <array>
@@ -18,8 +21,6 @@
 #include "plan/launchers.h"
 #include "plan/tuning.h"
 #include "problem/mask.cuh"
-
-namespace py = pybind11;
 
 namespace {
 
@@ -417,7 +418,40 @@ std::pair<std::optional<std::string>, std::string> variant_and_reason(const Choi
 }  // namespace
 }  // namespace flash_ext
 
+#ifndef MODULE
+
+// The launches of a pass, "forward" or "backward", or the choice of a variant for it: its name and
+// the reason. fields: the GPU, the rows of q and k, both head dims, and options.
+extern "C" __attribute__((visibility("default"))) const char* ask(const char* what,
+                                                                  const char* variant,
+                                                                  const int* fields) {
+    flash_ext::Problem p;
+    p.gpu = fields[0];
+    p.seqlen_q = fields[1];
+    p.seqlen_k = fields[2];
+    p.head_dim = p.head_dim_v = fields[3];
+    p.bias = fields[4];
+    p.fp8 = fields[5];
+    p.softcap = fields[6];
+    const std::string question = what;
+    static std::string answer;
+    if (question == "forward" || question == "backward") {
+        answer.clear();
+        const auto plan = question == "forward" ? p.forward(variant) : p.backward(variant);
+        for (const std::string& launch : plan.launches)
+            answer += (answer.empty() ? "" : "; ") + launch;
+    } else {
+        const auto [name, why] = flash_ext::variant_and_reason(
+            question == "choose_forward" ? p.choose_forward(variant) : p.choose_backward(variant));
+        answer = name.value_or("none") + ": " + why;
+    }
+    return answer.c_str();
+}
+
+#else
+
 PYBIND11_MODULE(MODULE, m) {
+    namespace py = pybind11;
     using flash_ext::Planned;
     using flash_ext::Problem;
     using flash_ext::variant_and_reason;
@@ -494,3 +528,5 @@ PYBIND11_MODULE(MODULE, m) {
     });
     m.attr("alignment") = flash_ext::Workspace::kAlignment;
 }
+
+#endif

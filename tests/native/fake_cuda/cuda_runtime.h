@@ -1,6 +1,6 @@
 // What csrc's device code takes of CUDA C++, so that a plain C++ compiler compiles kernels and
 // tests call them on the host: one thread at a time, threads of a warp too. Of a warp vote or a
-// shuffle each thread gets its own value, or with in_lockstep.h all lanes' values. ptx/ beside this
+// shuffle each thread gets its own value, or with launches.h all lanes' values. ptx/ beside this
 // file has the instructions, each as the event that device.h notes.
 #pragma once
 

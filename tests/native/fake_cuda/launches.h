@@ -1,6 +1,6 @@
-// Launches of kernels without shared memory whose threads exchange values: the threads of a CTA run
-// in turns, each up to its next exchange. All threads that have not ended must reach the same
-// number of them.
+// Launches of kernels without shared memory: threads run one after another. If they exchange values
+// (in_lockstep), the threads of a CTA run in turns, each up to its next exchange. All threads that
+// have not ended must reach the same number of them.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -18,6 +18,8 @@ void load_matrices(uint32_t (&)[4], uint32_t, bool) {}
 void store_matrices(uint32_t, const uint32_t (&)[4], bool) {}
 
 namespace {
+
+bool in_lockstep = false;
 
 struct Fiber {
     ucontext_t context;
@@ -43,9 +45,7 @@ const int64_t* exchange_in_turns(int64_t x) {
     return exchanged.data();
 }
 
-}  // namespace
-
-void launch(unsigned ctas, unsigned threads, size_t, std::function<void()> thread) {
+void launch_in_lockstep(unsigned ctas, unsigned threads, std::function<void()> thread) {
     thread_of_kernel = std::move(thread);
     exchange = exchange_in_turns;
     given.assign(threads, 0);
@@ -71,6 +71,14 @@ void launch(unsigned ctas, unsigned threads, size_t, std::function<void()> threa
         }
     }
     exchange = nullptr;
+}
+
+}  // namespace
+
+void launch(unsigned ctas, unsigned threads, size_t, std::function<void()> thread) {
+    if (in_lockstep) return launch_in_lockstep(ctas, threads, std::move(thread));
+    for (blockIdx.x = 0; blockIdx.x < ctas; ++blockIdx.x)
+        for (threadIdx.x = 0; threadIdx.x < threads; ++threadIdx.x) thread();
 }
 
 }  // namespace device
