@@ -66,8 +66,9 @@ from .ops.torch_private import in_dual_level, in_transforms
 
 __all__ = ["attention", "attention_varlen", "quantize", "random_signs", "token_mean"]
 
-# So many keys, or more, have the mean that `attention` subtracts from all. (Any vector would do: it
-# changes results by rounding alone.) To read all keys takes as long as to quantize them.
+# The mean that `attention` subtracts from k is taken of this number of keys, or more. (Any vector
+# would do: it changes results by rounding alone.) To read all keys takes as long as to quantize
+# them.
 MEAN_ROWS = 512
 
 

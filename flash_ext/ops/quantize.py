@@ -12,9 +12,9 @@ of scales="block": ceil(S / 128), or with cu_seqlens at least the longest sequen
 float8_e4m3fn if it is None. The rest is as in `flash_ext.fp8`. None of them has a gradient.
 
 `fp8_quantize_qkv` is the others before a call of attention, faster than they are one by one: q and
-k by blocks, v by channels and transposed. With mean_rows a mean is subtracted from k: that of so
-many rows or more, evenly spaced, or of all where sequences may differ in length. Otherwise the mean
-has shape (0).
+k by blocks, v by channels and transposed. With mean_rows a mean is subtracted from k, of this
+number of rows or more, evenly spaced, or of all if sequences may differ in length. Otherwise the
+mean has shape (0).
 """
 
 from __future__ import annotations
