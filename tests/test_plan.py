@@ -416,25 +416,32 @@ def test_no_queries_are_planned(group: int, kv_8_bits: bool, native: ModuleType)
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("keys", "batch", "splits", "cluster"),
     [
-        dict(seqlen_k=16384, heads_q=32, heads_k=8),
-        dict(seqlen_k=131072, heads_q=32, heads_k=8, batch=16),
-        dict(seqlen_k=2048, heads_q=32, heads_k=8),
-        dict(seqlen_q=4, seqlen_k=32768, heads_q=8, heads_k=1),
-        dict(seqlen_q=4, seqlen_k=8192, heads_q=8, heads_k=1, varlen=True, batch=4),
+        (1024, 1, 4, 4),
+        (4096, 1, 8, 8),
+        (16384, 1, 16, 2),  # 128 CTAs: clusters of eight would leave SMs idle, and share others
+        (65536, 1, 16, 2),
+        (65536, 2, 8, 2),
+        (65536, 4, 4, 2),
+        (65536, 8, 2, 2),
+        (65536, 16, 1, 1),
     ],
 )
-def test_8_bit_keys_are_planned_as_half_as_many(fields: dict[str, int], native: ModuleType) -> None:
-    """The same bytes, and the same splits, as with 16 bits."""
-    dims = {"head_dim": 128, "head_dim_v": 128}
-    found = problem(native, **fields, **dims, kv_8_bits=True).forward("fa3")
-    halved = fields | {"seqlen_k": fields["seqlen_k"] // 2}
-    wanted = problem(native, **halved, **dims).forward("fa3")
-    assert found.launches == ["fa3_decode_8_bits<128, 128>"]
-    assert (found.num_splits, found.pack_gqa_log2, found.tile, found.bytes) == (
-        wanted.num_splits, wanted.pack_gqa_log2, wanted.tile, wanted.bytes
-    )  # fmt: skip
+def test_splits_with_8_bit_keys(
+    keys: int, batch: int, splits: int, cluster: int, native: ModuleType
+) -> None:
+    """As measured, with 32 / 8 heads of 128. Fewer keys are planned as half as many of 16 bits."""
+    fields = dict(batch=batch, heads_q=32, heads_k=8, head_dim=128, head_dim_v=128)
+    plan = problem(native, **fields, seqlen_k=keys, kv_8_bits=True).forward("fa3")
+    assert plan.launches == ["fa3_decode_8_bits<128, 128>"]
+    assert (plan.num_splits, plan.pack_gqa_log2) == (splits, 2)
+    stored = 8 * batch * splits // cluster
+    several = {"o_partial": 4 * (128 + 10) * 16 * stored, "counters": 8 * cluster * 8 * batch}
+    assert sizes(plan) == (several if cluster < splits else {})
+    if cluster == splits and keys < 16384:
+        halved = problem(native, **fields, seqlen_k=keys // 2).forward("fa3")
+        assert (plan.num_splits, plan.tile) == (halved.num_splits, halved.tile)
 
 
 @pytest.mark.parametrize(

@@ -290,37 +290,53 @@ inline int sms_of_clusters(int splits, const GpuModel& gpu) {
     return splits <= 2 ? gpu.sms : gpu.cluster_sms;
 }
 
-// The splits of each of `tiles` in decode.cuh: a cluster, or several full ones, which combine their
-// results through global memory. Where every SM has a CTA, memory is the limit, or L2. Fitted to
-// the table in docs/notes/019-one-sequence.md.
-inline int decode_splits(const AttentionParams& params, const MaskSummary& mask, int64_t tiles,
-                         tuning::Fa3DecodeTile tile, int ctas_per_sm, const GpuModel& gpu) {
+// Of a tile in decode.cuh: a cluster, or several equal ones.
+struct DecodeSplits {
+    int splits = 1;
+    int cluster = 1;
+};
+
+// The splits of each of `tiles` in decode.cuh: a cluster, or several, which combine their results
+// through global memory. Where every SM has a CTA, memory is the limit, or L2. Fitted to the table
+// in docs/notes/019-one-sequence.md.
+//
+// With 8 bits a CTA computes twice as many scores from the same bytes, and that counts where an SM
+// has two CTAs and others none. So there are also clusters of two, which all SMs run.
+inline DecodeSplits decode_splits(const AttentionParams& params, const MaskSummary& mask,
+                                  int64_t tiles, tuning::Fa3DecodeTile tile, int ctas_per_sm,
+                                  const GpuModel& gpu) {
+    const bool of_8_bits = has_8_bit_keys(params);
     const int64_t bytes = int64_t{params.batch} * mask.keys_seen * params.heads_k *
                           row_pair_bytes(params, head_dims(params));
     const int keys = keys_of_16_bits(params, mask.keys_seen);
     // What 128 keys take in a CTA that nothing but itself limits, and if memory or L2 is the limit.
-    const double alone = tile == tuning::Fa3DecodeTile::kManyRows ? 0.6 : 0.36;
+    const double alone =
+        (tile == tuning::Fa3DecodeTile::kManyRows ? 0.6 : 0.36) * (of_8_bits ? 1.7 : 1.);
     const double of_memory = bytes <= gpu.l2_share ? 0.6 : 0.95;
-    const auto time = [&](int splits) {
-        const int64_t ctas = tiles * splits;
-        const int64_t at_once = int64_t{ctas_per_sm} * sms_of_clusters(splits, gpu);
+    const auto time = [&](DecodeSplits x) {
+        const int64_t ctas = tiles * x.splits;
+        const int sms = sms_of_clusters(x.cluster, gpu);
+        const int64_t at_once = int64_t{ctas_per_sm} * sms;
         const auto wave = [&](int64_t of_ctas) {
+            if (of_ctas == 0) return 0.;
             const double full = static_cast<double>(of_ctas) / gpu.sms;
-            return of_ctas == 0
-                       ? 0.
-                       : 1.2 + ceil_div(keys, 128 * splits) * max_of(alone, of_memory * full);
+            const double own = alone * (of_8_bits ? ceil_div<int64_t>(of_ctas, sms) : 1);
+            return 1.2 + ceil_div(keys, 128 * x.splits) * max_of(own, of_memory * full);
         };
-        const double combination = splits == 1 ? 0. : decode_clusters(splits) == 1 ? 0.5 : 1.7;
+        const double several = of_8_bits ? 1.9 : 1.7;
+        const double combination = x.splits == 1 ? 0. : x.splits == x.cluster ? 0.5 : several;
         return static_cast<double>(ctas / at_once) * wave(at_once) + wave(ctas % at_once) +
                combination;
     };
-    int best = 1;
-    const auto consider = [&](int splits) {
-        if (time(splits) < time(best)) best = splits;
+    DecodeSplits best;
+    const auto consider = [&](DecodeSplits x) {
+        if (time(x) < time(best)) best = x;
     };
-    for (int splits = 2; splits < kMaxClusterSplits; splits *= 2) consider(splits);
+    for (int splits = 2; splits < kMaxClusterSplits; splits *= 2) consider({splits, splits});
     for (int clusters = 1; clusters <= kMaxClusters; ++clusters)
-        consider(clusters * kMaxClusterSplits);
+        consider({clusters * kMaxClusterSplits, kMaxClusterSplits});
+    for (int clusters = 2; of_8_bits && clusters <= kMaxClusters; ++clusters)
+        consider({clusters * 2, 2});
     return best;
 }
 

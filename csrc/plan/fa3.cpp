@@ -238,25 +238,24 @@ bool plan_fa3_decode(Workspace& workspace, ForwardParams& params, ForwardKernel&
     if (tile == kManyRows && 2 * tiles > gpu.sms && !only_here) return false;
 
     const tuning::Fa3DecodeShape shape = tuning::fa3_decode_shape(*row, tile);
-    const int splits =
-        forced("FLASH_EXT_FORCE_SPLITS")
-            .value_or(decode_splits(params, mask, tiles, tile, shape.ctas_per_sm, gpu));
+    DecodeSplits splits = decode_splits(params, mask, tiles, tile, shape.ctas_per_sm, gpu);
+    if (const auto count = forced("FLASH_EXT_FORCE_SPLITS"))
+        splits = {*count, min_of(*count, kMaxClusterSplits)};
     kernel.head_dims = row->head_dims;
     kernel.options = row->options.sets[row->options.index_for(options)];
     params.changes_scores = changes_scores(options);  // a branch at run time
     params.pack_gqa_log2 = q_tiles.pack_gqa_log2;
-    params.num_splits = splits;
-    const int full = min_of(splits, kMaxClusterSplits);
-    kernel.decode_cluster = bytes ? forced("FLASH_EXT_FORCE_CLUSTER").value_or(full) : full;
+    params.num_splits = splits.splits;
+    kernel.decode_cluster = splits.cluster;
     if (beside || (!forced("FLASH_EXT_FORCE_SPLITS") &&
                    lengths_may_matter(params, mask, kernel.decode_cluster)))
         kernel.by_length =
             splits_by_length(params, q_tiles, kernel.decode_cluster, shape.ctas_per_sm, gpu);
     if (beside) kernel.by_length.most_queries = q_tiles.queries;
     plan_decode_splits(workspace, params, kernel, q_tiles, shape.rows);
-    const bool one_cta_per_sm = tiles * splits <= sms_of_clusters(kernel.decode_cluster, gpu);
+    const bool one_cta_per_sm = tiles * splits.splits <= sms_of_clusters(splits.cluster, gpu);
     const bool many_keys =
-        keys_of_16_bits(params, mask.keys_seen) > tuning::kFewDecodeKeys * splits;
+        keys_of_16_bits(params, mask.keys_seen) > tuning::kFewDecodeKeys * splits.splits;
     kernel.decode_tile = tile == kFewRows && one_cta_per_sm && many_keys ? kManyKeys : tile;
     return true;
 }

@@ -458,7 +458,8 @@ PYBIND11_MODULE(flash_ext_native, m) {
         constexpr auto kRow = tuning::row_of(tuning::kFa3Decode, {128, 128});
         const auto tile = group <= kRow.few_rows.rows ? kFewRows : kManyRows;
         return decode_splits(params, summary_of(params), int64_t{batch} * heads_k, tile,
-                             tuning::fa3_decode_shape(kRow, tile).ctas_per_sm, kH200);
+                             tuning::fa3_decode_shape(kRow, tile).ctas_per_sm, kH200)
+            .splits;
     });
     m.attr("many_queries") = tuning::kManyQueries;
 
