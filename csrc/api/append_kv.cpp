@@ -55,6 +55,10 @@ Tensor append_rows(const Tensor& k_cache, const Tensor& v_cache, const Tensor& k
     if (!accepts_append(k_cache, v_cache, k, v, cache_seqlens, options))
         refuse("append_kv", k_cache, v_cache, k, v, cache_seqlens, options);
     check_architecture(k_cache);
+    const GpuModel& gpu = device_of(k_cache);
+    if (k.scalar_type() != k_cache.scalar_type() && gpu.major < 9)
+        fail("the GPU must be a Hopper GPU (compute capability 9.0), as for attention to a cache ",
+             "of 8 bits, got ", gpu.major, ".", gpu.minor);
     AppendKVParams params{};
     params.element_type = element_type(k.scalar_type());
     params.batch = static_cast<int>(cache_seqlens.numel());

@@ -353,18 +353,18 @@ inline bool lengths_may_matter(const AttentionParams& params, const MaskSummary&
            keys_of_16_bits(params, longest) >= 2 * kMinKeysByLength * ctas;
 }
 
-// As many clusters as params.num_splits would make of equal lengths, but no more than fill the GPU
-// twice: more need memory, and idle CTAs, and gain nothing.
+// As many clusters as params.num_splits would make of equal lengths, or as fill the GPU if those do
+// not, but no more than fill it twice: more need memory, and idle CTAs, and gain nothing.
 inline SplitsByLength splits_by_length(const ForwardParams& params, const QueryTiles& tiles,
                                        int ctas, int ctas_per_sm, const GpuModel& gpu) {
     constexpr int kBlock = 16;  // of 16 bits
-    constexpr int kWaves = 2;
     const int at_once = ctas_per_sm * sms_of_clusters(ctas, gpu) / ctas;
     const int of_queries = ceil_div(params.seqlen_q, tiles.queries);
     const int sequences = params.cu_seqlens_q != nullptr ? max_of(params.batch, of_queries)
                                                          : params.batch * of_queries;
-    return {.clusters = min_of(sequences * params.num_splits / ctas,
-                               ceil_div(kWaves * at_once, tiles.heads)),
+    const int equal = sequences * params.num_splits / ctas;
+    return {.clusters =
+                max_of(min_of(equal, ceil_div(2 * at_once, tiles.heads)), at_once / tiles.heads),
             .least = kMinKeysByLength / kBlock * ctas};
 }
 

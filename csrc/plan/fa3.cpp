@@ -235,7 +235,7 @@ bool plan_fa3_decode(Workspace& workspace, ForwardParams& params, ForwardKernel&
     // Many tiles with many rows: not only memory is the limit.
     const bool only_here =
         bytes || (params.pages.table != nullptr && !pages_reason(params).empty());
-    if (tile == kManyRows && 2 * tiles > gpu.sms && !only_here) return false;
+    if (tile == kManyRows && (beside || (2 * tiles > gpu.sms && !only_here))) return false;
 
     const tuning::Fa3DecodeShape shape = tuning::fa3_decode_shape(*row, tile);
     DecodeSplits splits = decode_splits(params, mask, tiles, tile, shape.ctas_per_sm, gpu);
@@ -247,8 +247,9 @@ bool plan_fa3_decode(Workspace& workspace, ForwardParams& params, ForwardKernel&
     params.pack_gqa_log2 = q_tiles.pack_gqa_log2;
     params.num_splits = splits.splits;
     kernel.decode_cluster = splits.cluster;
-    if (beside || (!forced("FLASH_EXT_FORCE_SPLITS") &&
-                   lengths_may_matter(params, mask, kernel.decode_cluster)))
+    const bool by_length = tile == kFewRows && !forced("FLASH_EXT_FORCE_SPLITS") &&
+                           (beside || lengths_may_matter(params, mask, kernel.decode_cluster));
+    if (by_length)
         kernel.by_length =
             splits_by_length(params, q_tiles, kernel.decode_cluster, shape.ctas_per_sm, gpu);
     if (beside) kernel.by_length.most_queries = q_tiles.queries;
@@ -256,7 +257,9 @@ bool plan_fa3_decode(Workspace& workspace, ForwardParams& params, ForwardKernel&
     const bool one_cta_per_sm = tiles * splits.splits <= sms_of_clusters(splits.cluster, gpu);
     const bool many_keys =
         keys_of_16_bits(params, mask.keys_seen) > tuning::kFewDecodeKeys * splits.splits;
-    kernel.decode_tile = tile == kFewRows && one_cta_per_sm && many_keys ? kManyKeys : tile;
+    kernel.decode_tile = by_length                                         ? kByLength
+                         : tile == kFewRows && one_cta_per_sm && many_keys ? kManyKeys
+                                                                           : tile;
     return true;
 }
 

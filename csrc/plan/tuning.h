@@ -225,14 +225,15 @@ constexpr Fa3ForwardShape fa3_forward_shape(HeadDims dims, OptionSet options, Fa
 
 // --- FA3, decoding ---
 
-enum class Fa3DecodeTile { kFewRows, kManyKeys, kManyRows };
+// kByLength: of few rows, with splits by length (schedule/split_by_length.cuh).
+enum class Fa3DecodeTile { kFewRows, kManyKeys, kManyRows, kByLength };
 
 struct Fa3DecodeShape {
     int rows = 16;
     int warps = 8;
     int stages;
     int ctas_per_sm = 1;
-    bool by_length = false;  // splits (schedule/split_by_length.cuh)
+    bool by_length = false;
 };
 
 // As many rows, or warps, as registers allow, and as many stages as shared memory then does.
@@ -281,12 +282,11 @@ inline constexpr Fa3DecodeRow kFa3Decode8Bits[] = {
     {.head_dims = {256, 256}, .few_rows = {.stages = 1}},
 };
 
-constexpr Fa3DecodeShape fa3_decode_shape(const Fa3DecodeRow& row, Fa3DecodeTile tile,
-                                          bool by_length = false) {
+constexpr Fa3DecodeShape fa3_decode_shape(const Fa3DecodeRow& row, Fa3DecodeTile tile) {
     Fa3DecodeShape shape = tile == Fa3DecodeTile::kManyRows   ? row.many_rows
                            : tile == Fa3DecodeTile::kManyKeys ? row.many_keys
                                                               : row.few_rows;
-    shape.by_length = by_length;
+    shape.by_length = tile == Fa3DecodeTile::kByLength;
     return shape;
 }
 

@@ -81,7 +81,8 @@ struct StoredDescales {
 // To the nearest, ties to even, within the type's largest magnitude. A NaN of e4m3 stays one; int8
 // has none, so that it becomes 0.
 FLASH_DEVICE uint8_t to_8_bits(float x, bool to_int8) {
-    if (!to_int8) return static_cast<uint8_t>(ptx::pack_e4m3(x, 0.f, 0.f, 0.f));
+    if constexpr (kCudaArch == 0 || kCudaArch >= 900)  // others are refused before the launch
+        if (!to_int8) return static_cast<uint8_t>(ptx::pack_e4m3(x, 0.f, 0.f, 0.f));
     const float within = x < -127.f ? -127.f : x > 127.f ? 127.f : x;
     return static_cast<uint8_t>(x == x ? static_cast<int>(rintf(within)) : 0);
 }

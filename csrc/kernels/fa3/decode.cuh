@@ -534,17 +534,15 @@ cudaError_t launch_decode(const ForwardParams& call, const ForwardKernel& kernel
                                  kernel.by_length};
     using enum tuning::Fa3DecodeTile;
     return dispatch_options<kRow.options>(kernel.options, [&](auto options) {
-        return dispatch<kFewRows, kManyKeys, kManyRows>(*kernel.decode_tile, [&](auto tile) {
-            return dispatch<false, true>(kernel.by_length.clusters > 0, [&](auto by_length) {
-                using Kernel =
-                    Fa3Decode<Element, Key, kRow.head_dims.qk, kRow.head_dims.v, options.value,
-                              tuning::fa3_decode_shape(kRow, tile, by_length)>;
+        return dispatch<kFewRows, kManyKeys, kManyRows, kByLength>(
+            *kernel.decode_tile, [&](auto tile) {
+                using Kernel = Fa3Decode<Element, Key, kRow.head_dims.qk, kRow.head_dims.v,
+                                         options.value, tuning::fa3_decode_shape(kRow, tile)>;
                 return launch_kernel<fa3_decode_kernel<Kernel>>(
                     work_tile_count(params.tile_order), Kernel::kThreads,
                     sizeof(typename Kernel::SharedStorage), params, stream,
                     {.pdl = true, .cluster = params.cluster});
             });
-        });
     });
 }
 
