@@ -47,7 +47,8 @@ class Mask:
     """int32 (n + 1): the B · S tokens, row after row, as n sequences that do not see each other."""
     seqused_k: Tensor | None = None
     """int32: the same as padding. With cu_seqlens (n): 0 where the sequence is padding. Else (B):
-    the keys that come before the padding."""
+    the keys that come before the padding. Without padding, of a static cache: the keys that are
+    there, with the last of which causal is aligned."""
     dense: Tensor | None = None
     """bool (B, 1, Sq, Sk), the whole mask, where nothing shorter describes it."""
     device: torch.device | str = "cpu"
@@ -90,6 +91,9 @@ class Mask:
         batch, _, rows, keys = self.shape
         end = keys if self.seqlen_k is None else self.seqlen_k
         device = torch.device(self.device)
+        if self.seqused_k is not None and self.padding is None:
+            query = torch.arange(rows, device=device)[:, None] - rows
+            return torch.arange(keys, device=device) <= query + self.seqused_k[:, None, None, None]
         visible = band(rows, end, self.causal, *self.window).visible(0, rows, 0, keys, device)
         visible = visible & (torch.arange(keys, device=device) < end)
         visible = visible.expand(batch, 1, rows, keys)

@@ -17,8 +17,9 @@ ignored:
         the others see. A position bias, T5's, is not copied per sequence then.
     other padding (at the start while decoding, in the midst of tokens), or whose values cannot be
         looked at, under torch.compile: a bool bias (B, 1, 1, Sk).
-    anything else (image tokens, chunks, static caches, a 4-D mask of the user's): transformers'
-        mask (B, 1, Sq, Sk), as a bias.
+    a static cache's places for later tokens: seqused_k, if there are no padding and no window.
+    anything else (image tokens, chunks, other static caches, a 4-D mask of the user's):
+        transformers' mask (B, 1, Sq, Sk), as a bias.
 
 In fa3 a large bool bias is a `flash_ext.Mask`, made once for all layers that share it. Attention
 probabilities are never returned.
@@ -176,6 +177,10 @@ def mask(
 
     # The last query is the last key, except with static caches, which have room for later tokens.
     aligned = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
+    plain = mask_function is masking_utils.causal_mask_function and not use_vmap
+    if causal and plain and attention_mask is None and local_size is None and not aligned:
+        zeros = torch.zeros(batch_size, dtype=torch.int32, device=device)
+        return described(True, seqused_k=(zeros + (q_offset + q_length - kv_offset)).int())
     same_tokens = aligned and q_length == kv_length > 1
     unknown = _values_unknown(device)
     ids, maybe_packed = None, False
