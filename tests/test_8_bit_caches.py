@@ -506,9 +506,7 @@ def composed(call: dict[str, Any]) -> tuple[Tensor, Tensor]:
             for name, cache in zip("kv", caches, strict=True)
         )
         q = torch.stack([rotated(row, held + j, of_q) for j, row in enumerate(call["q"][b])])
-        out, lse = flash_ext.reference.attention(
-            q[None].double(), k[None], v[None], causal=True
-        )
+        out, lse = flash_ext.reference.attention(q[None].double(), k[None], v[None], causal=True)
         outs.append(out[0])
         lses.append(lse[0])
     return torch.stack(outs), torch.stack(lses)
