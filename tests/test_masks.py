@@ -324,7 +324,7 @@ def random_call(seed: int) -> tuple[Problem, Mask, Tensor]:
     heads = heads_k * group
     name = pick(*CONSTRUCTORS)
     seqlen_q, seqlen_k = (int(random_ints(1, 400, 1, make=make)) for _ in range(2))
-    matrices = pick(1, batch), pick(1, heads)
+    matrices = pick(1, batch, batch), pick(1, heads, heads)
     mask, shown = CONSTRUCTORS[name](make, *matrices, seqlen_q, seqlen_k)
     if pick(False, False, True):
         more, shown_more = intervals(make, *matrices, *mask.shape[2:], pick(1, 2))
@@ -393,15 +393,16 @@ def check_call(problem: Problem, mask: Mask, shown: Tensor, variant: str, device
 @pytest.mark.parametrize("variant", EVERY_VARIANT)
 @pytest.mark.parametrize("part", range(10))
 def test_random_masks(part: int, variant: str, device: str) -> None:
-    """Each variant has masks of its own: 2,000 in all, on a CPU fewer. fa3 leaves options beside
-    them to others."""
-    count = 6 if device == "cpu" else 50
-    first = 1000 * EVERY_VARIANT.index(variant)
-    ran = 0
-    for seed in range(first + part * count, first + (part + 1) * count):
+    """Each variant has masks of its own: 2,000 in all, those of heads and of batch elements counted;
+    on a CPU fewer. fa3 leaves options beside them to others."""
+    wanted = 5 if device == "cpu" else 50
+    seed = 10_000 * EVERY_VARIANT.index(variant) + 100 * part
+    masks = calls = ran = 0
+    while masks < wanted:
         problem, mask, shown = random_call(seed)
         try:
             ran += check_call(problem, mask, shown, variant, device)
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {problem}, {mask}: {error}") from error
-    assert ran >= count // 4
+        seed, calls, masks = seed + 1, calls + 1, masks + mask.shape[0] * mask.shape[1]
+    assert ran >= calls // 4
