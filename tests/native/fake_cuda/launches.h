@@ -1,6 +1,6 @@
 // Launches of kernels without shared memory: threads run one after another. If they exchange values
-// (Lockstep), the threads of a CTA run in turns, each up to its next exchange. All threads that have
-// not ended must reach the same number of them.
+// (Lockstep), the threads of a CTA run in turns, each up to its next exchange. All threads that
+// have not ended must reach the same number of them.
 #pragma once
 
 #include <cuda_runtime.h>
