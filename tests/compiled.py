@@ -97,7 +97,8 @@ def python_module(
 def small_kernels(name: str) -> ModuleType:
     """The module `name` of the kernels without shared memory. All of them are one library: the
     compiler needs longer for pybind11 than for a kernel."""
-    sources = [NATIVE / f"{source}.cpp" for source in ("append_kv", "copies", "make_mask")]
+    names = ("append_kv", "copies", "make_mask", "split_by_length")
+    sources = [NATIVE / f"{source}.cpp" for source in names]
     flags = [*DEVICE_CODE, "-Wno-unused-variable", "-Wno-parentheses"]
     return python_module(name, [*sources, FAKE_CUDA / "device.cpp"], flags, "flash_ext_kernels")
 

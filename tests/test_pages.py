@@ -578,7 +578,7 @@ def test_wrong_numbers(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     call = small_call(device)[1]
     run(call)
     pages, columns = len(call["k"]), call["page_table"].shape[1]
-    for b, i, wrong in ((1, 3, -1), (1, 0, pages), (4, 15, POISON)):
+    for b, i, wrong in ((1, 3, -1), (1, 0, pages), (1, 18, POISON), (4, 15, POISON)):
         table = call["page_table"].clone()
         table[b, i] = wrong
         with pytest.raises(ERRORS) as error:

@@ -30,7 +30,7 @@ from attention_testing import (
     make_inputs,
     nan_filled_outputs,
 )
-from compiled import DEVICE_CODE, FAKE_CUDA, NATIVE, python_module
+from compiled import small_kernels
 from test_8_bit_keys import check as check_8_bit_keys
 from test_pages import in_pages, run
 
@@ -77,8 +77,7 @@ def problem(batch: int, capacity: int, seed: int = 0, **fields: Any) -> Problem:
 
 @pytest.fixture(scope="module")
 def native() -> ModuleType:
-    sources = [NATIVE / "split_by_length.cpp", FAKE_CUDA / "device.cpp"]
-    return python_module("flash_ext_split_by_length", sources, DEVICE_CODE)
+    return small_kernels("flash_ext_split_by_length")
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -51,10 +51,8 @@ bool make(std::array<int, 4> sizes, Input dense, Input intervals, Input kinds, u
     params.words = result<uint32_t>(words);
     params.kv_row = rows[0];
     params.q_row = rows[1];
-    device::in_lockstep = true;
-    const cudaError_t status = make_mask(params, nullptr);
-    device::in_lockstep = false;
-    return status == cudaSuccess;
+    const device::Lockstep lockstep;
+    return make_mask(params, nullptr) == cudaSuccess;
 }
 
 }  // namespace

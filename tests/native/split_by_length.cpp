@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "in_lockstep.h"
+#include "launches.h"
 
 namespace flash_ext {
 namespace {
@@ -22,6 +22,7 @@ auto find(int clusters, int least, const Work& work, int index) {
     float total = 0.f;
     for (const auto& [tiles, blocks] : work) total += static_cast<float>(tiles) * blocks;
     std::vector<ClusterWork> found(32);
+    const device::Lockstep lockstep;
     device::launch(1, 32, 0, [&] {
         found[threadIdx.x] = find_cluster_work(
             index, static_cast<int>(work.size()), by_length.length(total),

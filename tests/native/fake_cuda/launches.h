@@ -1,5 +1,5 @@
 // Launches of kernels without shared memory: threads run one after another. If they exchange values
-// (in_lockstep), the threads of a CTA run in turns, each up to its next exchange. All threads that
+// (Lockstep), the threads of a CTA run in turns, each up to its next exchange. All threads that
 // have not ended must reach the same number of them.
 #pragma once
 
@@ -20,6 +20,12 @@ void store_matrices(uint32_t, const uint32_t (&)[4], bool) {}
 namespace {
 
 bool in_lockstep = false;
+
+// While it lives, the threads of a launch run in turns.
+struct Lockstep {
+    Lockstep() { in_lockstep = true; }
+    ~Lockstep() { in_lockstep = false; }
+};
 
 struct Fiber {
     ucontext_t context;
