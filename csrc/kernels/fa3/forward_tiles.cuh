@@ -457,8 +457,7 @@ struct Fa3ForwardTiles
     FLASH_DEVICE void finish_scores(RegisterTile<16, kBlockKV>& rS, State& x) const {
         const QueryTile& tile = work_tiles[x.tile];
         const int first_row = warp_row();
-        int first_key = tile.kv_tiles.tile(x.kv_tile) * kBlockKV;
-        if constexpr (kAlibi) first_key = tiles_down(tile).tile(x.kv_tile) * kBlockKV;
+        const int first_key = kMask ? 0 : tiles_down(tile).tile(x.kv_tile) * kBlockKV;
         if constexpr (kBias) {
             add_bias<Rows::kQueries, BiasTile, kHeadDim <= tuning::kFa3Float32BiasHeadDim>(
                 rS, bias_pipeline(), x.bias, first_row, params.scale_log2,
