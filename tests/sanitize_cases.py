@@ -101,6 +101,9 @@ def cases() -> Iterator[tuple[Problem, str, bool]]:
                 yield dataclasses.replace(packed, sink=True, causal=True), variant, True
                 yield dataclasses.replace(packed, softcap=2.0), variant, True
                 yield dataclasses.replace(base, heads_q=4, seqlen_q=300), variant, False  # in parts
+                # Splits by length.
+                lengths = dataclasses.replace(base, batch=3, seqlen_q=1, seqlen_k=16500)
+                yield dataclasses.replace(lengths, seqused_k=(16500, 5, 2000)), variant, True
                 if max(head_dim, head_dim_v) <= 128:
                     yield dataclasses.replace(base, dropout_p=0.2, causal=True), variant, True
                     yield dataclasses.replace(parts, dropout_p=0.2), variant, False
