@@ -371,11 +371,13 @@ def test_clusters_of_a_decoding_step(
 @pytest.mark.parametrize(
     ("fields", "clusters"),
     [
-        (dict(batch=32, seqlen_k=65536), 32),
+        (dict(batch=32, seqlen_k=65536), 33),  # of 8 heads: 264 CTAs
+        (dict(batch=8, seqlen_k=32768), 33),
+        (dict(batch=48, seqlen_k=32768), 48),
         (dict(batch=32, seqlen_k=65536, window_left=1000, window_right=0), 0),  # few keys
         (dict(batch=1, seqlen_k=65536), 0),
         (dict(batch=32, seqlen_k=2047), 0),
-        (dict(batch=300, seqlen_k=65536), 66),  # of 8 heads: two waves of 264
+        (dict(batch=120, seqlen_k=32768), 66),  # twice as many
     ],
 )
 def test_splits_by_length(
@@ -388,6 +390,29 @@ def test_splits_by_length(
     assert (plan.clusters_by_length, plan.bytes > 0) == (clusters, clusters > 0)
     if not pages:
         assert problem(native, **fields, **dims).forward("fa3").clusters_by_length == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "beside"),
+    [
+        (dict(seqlen_q=2048 + 31), True),
+        (dict(seqlen_q=2048 + 31, heads_q=32 * 8), False),  # more heads than a tile has rows
+        (dict(seqlen_q=2048 + 31, page_size=0), False),
+        (dict(seqlen_q=2048 + 31, batch_invariant=True), False),
+        (dict(seqlen_q=32 * 2048 + 32), False),
+        (dict(seqlen_q=2048, batch=1), False),
+    ],
+)
+def test_decoding_steps_beside_prompts(
+    fields: dict[str, int], beside: bool, native: ModuleType
+) -> None:
+    """They are another kernel's, after that for the prompts; each has its own memory."""
+    usual = {"batch": 32, "seqlen_k": 65536, "heads_q": 32, "heads_k": 8, "page_size": 16}
+    dims = {"head_dim": 128, "head_dim_v": 128, "varlen": True, "seqused": True}
+    plan = problem(native, **usual | fields, **dims).forward("fa3")
+    assert [x for x in plan.launches if "decode" in x] == ["fa3_decode<128, 128>"] * beside
+    assert plan.launches[0] == "fa3_forward<128, 128>"
+    assert ("o_partial beside" in plan.regions) == beside
 
 
 @pytest.mark.parametrize(

@@ -347,16 +347,21 @@ struct Problem {
         ForwardParams& params = plan.params;
         fill(params);
         make_plan(plan, *find_device(gpu));
-        Planned found =
-            planned(plan, {{"out_accum", &params.out_accum},
-                           {"row_statistics", &params.row_statistics},
-                           {"o_partial", &params.o_partial},
-                           {"statistics_partial", &params.statistics_partial},
-                           {"counters", &params.counters},
-                           {"q", &params.q.data},
-                           {"k", &params.k.data},
-                           {plan.kernel.row_major_v ? "v_transposed" : "v", &params.v.data},
-                           {"out", &params.out.data}});
+        std::map<std::string, void*> names{
+            {"out_accum", &params.out_accum},
+            {"row_statistics", &params.row_statistics},
+            {"o_partial", &params.o_partial},
+            {"statistics_partial", &params.statistics_partial},
+            {"counters", &params.counters},
+            {"q", &params.q.data},
+            {"k", &params.k.data},
+            {plan.kernel.row_major_v ? "v_transposed" : "v", &params.v.data},
+            {"out", &params.out.data}};
+        if (plan.few_queries) {
+            names["o_partial beside"] = &plan.few_queries->params.o_partial;
+            names["counters beside"] = &plan.few_queries->params.counters;
+        }
+        Planned found = planned(plan, names);
         found.num_splits = params.num_splits;
         found.changes_scores = params.changes_scores;
         found.pack_gqa_log2 = params.pack_gqa_log2;
