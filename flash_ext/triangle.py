@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from .functional import attention
 from .ops.checks import check_rows, refuse, require_number, require_tensors, statistics_dtype
@@ -34,9 +35,10 @@ class _Widened(torch.autograd.Function):
         out = x.new_empty(*x.shape[:-1], (dim // _COLUMNS + 1) * _COLUMNS)
         out[..., dim:] = tail[..., None, None]
         wide = out[..., :dim]
-        places = (dim, x.storage_offset(), *x.stride()[:-1])
-        if x.dtype.itemsize == 2 and all(n % _COLUMNS == 0 for n in places):
-            x, wide = (y.view(torch.complex128) for y in (x, wide))
+        if x.dtype.itemsize == 2 and not is_compiling():
+            places = (dim, x.storage_offset(), *x.stride()[:-1])
+            if all(n % _COLUMNS == 0 for n in places):
+                x, wide = x.view(torch.complex128), wide.view(torch.complex128)
         wide.copy_(x)
         return out
 

@@ -152,6 +152,17 @@ def test_accuracy(batch, rows, heads, keys, dim, bias_dtype, masked, device):
         assert error <= bound, f"{name}: {error:.3e} above {bound:.3e}"
 
 
+def test_compiled():
+    """No break in the graph, and the same numbers."""
+    inputs, mask = tensors(1, 3, 2, 5, 6, 16, torch.float32, "cpu"), some_keys(1, 3, 6, "cpu")
+    leaves = [x.requires_grad_() for x in inputs]
+    compiled = torch.compile(flash_ext.triangle_attention, fullgraph=True, backend="aot_eager")
+    outs = [f(*leaves, mask=mask) for f in (flash_ext.triangle_attention, compiled)]
+    grads = [torch.autograd.grad(x.square().sum(), leaves) for x in outs]
+    for x, y in zip((outs[0], *grads[0]), (outs[1], *grads[1]), strict=True):
+        torch.testing.assert_close(x, y)
+
+
 @pytest.mark.gpu
 def test_its_variant_on_hopper():
     if torch.cuda.get_device_capability()[0] != 9:
