@@ -393,8 +393,8 @@ def check_call(problem: Problem, mask: Mask, shown: Tensor, variant: str, device
 @pytest.mark.parametrize("variant", EVERY_VARIANT)
 @pytest.mark.parametrize("part", range(10))
 def test_random_masks(part: int, variant: str, device: str) -> None:
-    """Each variant has masks of its own: 2,000 in all, those of heads and of batch elements counted;
-    on a CPU fewer. fa3 leaves options beside them to others."""
+    """Each variant has masks of its own: 2,000 in all, each of a head or batch element counted; on
+    a CPU fewer. fa3 leaves options beside them to others."""
     wanted = 5 if device == "cpu" else 50
     seed = 10_000 * EVERY_VARIANT.index(variant) + 100 * part
     masks = calls = ran = 0
