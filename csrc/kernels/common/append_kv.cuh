@@ -13,7 +13,6 @@
 #include <type_traits>
 
 #include "kernels/common/launch.cuh"
-#include "ptx/grid_dependency.cuh"
 #include "ptx/math.cuh"
 #include "tile/copy.cuh"
 
@@ -235,7 +234,6 @@ FLASH_HOST_DEVICE int64_t append_ctas(const AppendKVParams& params, const Append
 template <class Element, int kColumns>
 __global__ void __launch_bounds__(kAppendThreads)
     append_kv_kernel(const __grid_constant__ AppendKVParams params) {
-    ptx::launch_dependents();  // attention by decode.cuh, which waits for the rows
     int64_t cta = blockIdx.x;
     int i = 0;
     for (; i < params.count - 1; ++i) {

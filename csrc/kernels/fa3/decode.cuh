@@ -31,7 +31,6 @@
 #include "problem/score.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/cp_async.cuh"
-#include "ptx/grid_dependency.cuh"
 #include "schedule/epoch_counter.cuh"
 #include "schedule/split_kv.cuh"
 #include "schedule/tile_numbers.cuh"
@@ -519,7 +518,6 @@ template <class Kernel>
 __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerSm)
     fa3_decode_kernel(const __grid_constant__ Fa3DecodeParams params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // sm_90a
-    ptx::wait_for_grid_before();  // which may write new keys (append_kv.cuh)
     Kernel(params).run();
 #else
     __trap();  // never launched on other GPUs
@@ -541,7 +539,7 @@ cudaError_t launch_decode(const ForwardParams& call, const ForwardKernel& kernel
                 return launch_kernel<fa3_decode_kernel<Kernel>>(
                     work_tile_count(params.tile_order), Kernel::kThreads,
                     sizeof(typename Kernel::SharedStorage), params, stream,
-                    {.pdl = true, .cluster = params.cluster});
+                    {.cluster = params.cluster});
             });
     });
 }
