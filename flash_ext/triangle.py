@@ -17,6 +17,10 @@ from .functional import attention
 from .ops.checks import check_rows, refuse, require_number, require_tensors, statistics_dtype
 from .ops.options import KERNEL_DIMS
 
+_HIDDEN = {torch.float16: -(2.0**15)}
+"""What hides a key, in each of one to eight columns; -2^60 in wider dtypes. Not -inf: kernels multiply
+it by zeros, in rows that only fill a tile."""
+
 _COLUMNS = 8
 """Rows stay multiples of 16 bytes, which TMA needs, with columns up to a multiple of this."""
 
@@ -52,13 +56,13 @@ class _Widened(torch.autograd.Function):
 
 
 def _with_hidden_keys(q: Tensor, k: Tensor, visible: Tensor) -> list[Tensor]:
-    """q (N, Q, H, D) and k (N, K, H, D) with more columns: 1, and 0 or for hidden keys -inf.
+    """q (N, Q, H, D) and k (N, K, H, D) with more columns: 1, and 0 or for hidden keys _HIDDEN.
 
     So a kernel with one bias for all rows hides other keys in each. A bias that hides them would be
     N times as large.
     """
     ones = q.new_ones(1).expand(q.shape[:2])
-    hidden = torch.where(visible, 0.0, -math.inf)
+    hidden = torch.where(visible, 0.0, _HIDDEN.get(k.dtype, -(2.0**60)))
     return [_Widened.apply(x, y) for x, y in ((q, ones), (k, hidden))]  # type: ignore[no-untyped-call]
 
 
@@ -122,8 +126,8 @@ def triangle_attention(
             ones.
 
     Returns:
-        out (B, N, H, Q, Dv). Where a row sees no key it is 0 (in cuEquivariance the mean of v).
-        lse and max, of the scores, are float32 (B, N, H, Q), then -inf.
+        out (B, N, H, Q, Dv). Where a row sees no key it is the mean of v. lse and max, of the scores,
+        are float32 (B, N, H, Q).
 
     Raises:
         ValueError, RuntimeError: an argument is wrong.
