@@ -93,9 +93,9 @@ def test_todays_constants_are_those_of_csrc() -> None:
     assert TUNING.count("_costs = {.alike") == sum(len(x.tiles) - 1 for x in ROWS.values()) - 1
     x = TODAY
     for text in (
-        f"kManyRows ? {x.alone_many_rows} : {x.alone_few_rows};",
-        f"l2_share ? {x.of_l2} : {x.of_memory};", f": {x.wave} + ceil_div(keys, 128 * splits)",
-        f"decode_clusters(splits) == 1 ? {x.in_cluster} : {x.of_clusters};",
+        f"kManyRows ? {x.alone_many_rows} : {x.alone_few_rows}) * (of_8_bits",
+        f"l2_share ? {x.of_l2} : {x.of_memory};", f"return {x.wave} + ceil_div(keys, 128 * x",
+        f"x.splits == x.cluster ? {x.in_cluster} : several;", f"1.9 : {x.of_clusters};",
     ):  # fmt: skip
         assert text in COST, text
     enumerators = re.search(r"enum class Fa3ForwardTile \{ ([\w, ]+) ", TUNING)
