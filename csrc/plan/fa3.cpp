@@ -247,8 +247,9 @@ bool plan_fa3_decode(Workspace& workspace, ForwardParams& params, ForwardKernel&
     params.pack_gqa_log2 = q_tiles.pack_gqa_log2;
     params.num_splits = splits.splits;
     kernel.decode_cluster = splits.cluster;
-    const bool by_length = tile == kFewRows && !forced("FLASH_EXT_FORCE_SPLITS") &&
-                           (beside || lengths_may_matter(params, mask, kernel.decode_cluster));
+    const bool by_length =
+        tile == kFewRows && (beside || (!forced("FLASH_EXT_FORCE_SPLITS") &&
+                                        lengths_may_matter(params, mask, kernel.decode_cluster)));
     if (by_length)
         kernel.by_length =
             splits_by_length(params, q_tiles, kernel.decode_cluster, shape.ctas_per_sm, gpu);
