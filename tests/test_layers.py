@@ -244,8 +244,8 @@ def private_names(code: str) -> Iterator[str]:
 
 
 OF_TRANSFORMERS = {"transformers.py": "_supports_sdpa", "_transformers_paged.py": "_lazy_imports"}
-"""A class attribute that transformers asks models to have, and its function that imports flash-attn,
-looked up with defaults."""
+"""A class attribute that transformers asks models to have, and its function that imports
+flash-attn, looked up with defaults."""
 
 
 def test_private_names_of_torch_are_in_one_module() -> None:
