@@ -18,8 +18,8 @@ from .ops.checks import check_rows, refuse, require_number, require_tensors, sta
 from .ops.options import KERNEL_DIMS
 
 _HIDDEN = {torch.float16: -(2.0**15)}
-"""What hides a key, in each of one to eight columns; -2^60 in wider dtypes. Not -inf: kernels multiply
-it by zeros, in rows that only fill a tile."""
+"""What hides a key, in each of one to eight columns; -2^60 in wider dtypes. Not -inf: kernels
+multiply it by zeros, in rows that only fill a tile."""
 
 _COLUMNS = 8
 """Rows stay multiples of 16 bytes, which TMA needs, with columns up to a multiple of this."""
@@ -126,8 +126,8 @@ def triangle_attention(
             ones.
 
     Returns:
-        out (B, N, H, Q, Dv). Where a row sees no key it is the mean of v. lse and max, of the scores,
-        are float32 (B, N, H, Q).
+        out (B, N, H, Q, Dv). Where a row sees no key it is the mean of v. lse and max, of the
+        scores, are float32 (B, N, H, Q).
 
     Raises:
         ValueError, RuntimeError: an argument is wrong.
