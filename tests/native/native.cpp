@@ -436,6 +436,8 @@ PYBIND11_MODULE(flash_ext_native, m) {
         params.window_left = bound(window.first);
         params.window_right = bound(window.second);
         params.seqused_k = varlen ? &keys : nullptr;
+        params.scale = 1.f;
+        params.aligned = true;
         const HeadDims padded =
             tuning::find_row(tuning::kFa3Forward, {dims.first, dims.second})->head_dims;
         const int64_t smallest = tile_count(params, {heads, tuning::kForwardBlockQ});
