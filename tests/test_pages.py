@@ -613,8 +613,7 @@ def test_8_bit_inputs(device: str) -> None:
         pytest.skip(f"fa3 {reason}")
     call = small_call(device)[1]
     call["k"], call["v"] = (call[name].to(torch.float8_e4m3fn) for name in "kv")
-    with pytest.raises(ERRORS, match="has no page table with 8-bit inputs"):
-        run(call)
+    run(call)
     call["q"] = call["q"].to(torch.float8_e4m3fn)
     with pytest.raises(ERRORS, match="has no page table with 8-bit inputs"):
         run(call)
