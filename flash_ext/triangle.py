@@ -78,7 +78,8 @@ def _largest_scores(q: Tensor, k: Tensor, bias: Tensor, scale: float) -> Tensor:
 
 
 def _visible(k: Tensor, mask: Tensor | None, kv_lengths: Tensor | None, dims: int) -> Tensor | None:
-    """bool (B, N, K), or None: all."""
+    """bool (B, N, K), or None: all. A row that would see no key sees all, as if nothing was hidden:
+    its scores stay ordinary numbers."""
     batch, rows, _, keys, _ = k.shape
     found: Tensor | None = None
     for name, x, size in (("mask", mask, keys), ("kv_lengths", kv_lengths, 1)):
@@ -92,7 +93,7 @@ def _visible(k: Tensor, mask: Tensor | None, kv_lengths: Tensor | None, dims: in
         x = x.reshape(batch, rows, size)
         sees = x.bool() if name == "mask" else torch.arange(keys, device=k.device) < x
         found = sees if found is None else found & sees
-    return found
+    return None if found is None else found | ~found.any(-1, keepdim=True)
 
 
 def triangle_attention(
@@ -126,8 +127,8 @@ def triangle_attention(
             ones.
 
     Returns:
-        out (B, N, H, Q, Dv). Where a row sees no key it is the mean of v. lse and max, of the
-        scores, are float32 (B, N, H, Q).
+        out (B, N, H, Q, Dv). A row that would see no key sees all (in cuEquivariance it has the
+        mean of v). lse and max, of the scores, are float32 (B, N, H, Q).
 
     Raises:
         ValueError, RuntimeError: an argument is wrong.

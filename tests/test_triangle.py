@@ -17,11 +17,11 @@ NAMES = ("q", "k", "v", "bias")
 
 
 def formula(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, scale: float):
-    """out, lse and max; rows without keys have the mean of v."""
+    """out, lse and max; rows without keys see all."""
     scores = torch.einsum("bnhqd,bnhkd->bnhqk", q, k) * scale + bias
     if mask is not None:
-        hides = 2.0**60 * (8 - q.shape[-1] % 8) * scale  # a number in each added column
-        scores = scores - (~mask).to(scores) * hides
+        mask = mask | ~mask.any(-1, keepdim=True)
+        scores = scores.masked_fill(~mask, -torch.inf)
     largest = scores.amax(-1)
     numbers = torch.finfo(scores.dtype)
     p = (scores - largest.clamp(min=numbers.min)[..., None]).exp()
