@@ -257,7 +257,7 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
     FLASH_DEVICE WarpScores<Element, Rows::kKeys, kOptions> warp_scores(const State& s,
                                                                         const KeyTile& tile,
                                                                         int col = 0) const {
-        int first_query = tile.q_tiles.tile(s.at.i) * kBlockQ;
+        int first_query = tile.q_tile(s.at.i) * kBlockQ;
         if constexpr (Base::kMask) first_query = storage.mask.first_queries[s.q.stage];
         return {params, tile.sequence, s.at.head, tile.first_key + warp_key, first_query + col};
     }
@@ -285,7 +285,7 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
         for (uint32_t& bits : s.kept) bits = 0;
         for_each_keep_transposed<Scores>(
             dropout_mask(params, tile.sequence, s.at.head), tile.first_key + warp_key,
-            tile.q_tiles.tile(s.at.i) * kBlockQ, [&](int, int n, int i, bool keep) {
+            tile.q_tile(s.at.i) * kBlockQ, [&](int, int n, int i, bool keep) {
                 s.kept[n / 8] |= static_cast<uint32_t>(keep) << (n % 8 * 4 + i);
             });
     }
@@ -340,8 +340,8 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
     FLASH_DEVICE void store_float32_dbias(const State& s, const KeyTile& tile) const {
         if constexpr (Base::kBias && kHeadDim <= tuning::kFa3Float32BiasHeadDim)
             if (params.dbias_map.from_registers)
-                store_dbias_rows(params, s.rdP, tile.sequence, s.at.head, s.at.i * kBlockQ,
-                                 tile.first_key + warp_key);
+                store_dbias_rows(params, s.rdP, tile.sequence, s.at.head,
+                                 tile.q_tile(s.at.i) * kBlockQ, tile.first_key + warp_key);
     }
 
     // This consumer's half of dQ, to shared memory.
@@ -364,7 +364,7 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
         if constexpr (Base::kBias)
             if (params.dbias_map.by_tma && elected && warp_key % 64 == 0)
                 store_dbias_tile(params, ds_tile(s.ds) + consumer * DSTile::kAtomBytes,
-                                 tile.sequence, at.head, at.i * kBlockQ,
+                                 tile.sequence, at.head, tile.q_tile(at.i) * kBlockQ,
                                  tile.first_key + consumer * 64);
     }
     FLASH_DEVICE void commit_ds(const State& s) const {
@@ -497,6 +497,8 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
                 s.full = {0, ptx::warp_uniform(tile.full_tiles)};
             } else {
                 s.full = full_q_tiles(params, tile, tile.first_key + consumer * 64, kBlockQ);
+                if (const int sum = ptx::warp_uniform(tile.last_first); sum > 0)
+                    s.full = {sum + 1 - s.full.end, sum + 1 - s.full.begin};
             }
             s.at = {s.q_tiles.begin, ptx::warp_uniform(this->first_head(tile))};
             s.iterations = s.q_tiles.count() * this->group();

@@ -142,6 +142,10 @@ struct Fa3BackwardProducers : Fa3Cta<std::conditional_t<contains(kOptions, Optio
         if (params.query_parts > 1)
             tile.q_tiles =
                 split_of(tile.q_tiles, work.head % params.query_parts, params.query_parts);
+        // From the last query on all tiles of a head begin at the same Q tile, under a causal mask
+        // too, so that they add in turn without waiting long.
+        tile.last_first =
+            params.deterministic && !kMask ? tile.q_tiles.begin + tile.q_tiles.end - 1 : 0;
         tile.large_lse = params.large_lse.is_raised();
         tile.first_row_group = first_row_group(tile.sequence.q_begin, tile.sequence.seq_idx);
     }
@@ -175,11 +179,11 @@ struct Fa3BackwardProducers : Fa3Cta<std::conditional_t<contains(kOptions, Optio
                 continue;
             }
             // ptxas 13.0: with a row from tile(i), wgmma is serialized at d 64 (note 014).
-            int row = tile.q_tiles.first() * kBlockQ;
+            int row = tile.q_tile(tile.q_tiles.begin) * kBlockQ;
             for (int i = tile.q_tiles.begin; i < tile.q_tiles.end; ++i) {
                 visit(head, group + row / kWorkspaceRows, row,
                       left == 0 && i == tile.q_tiles.end - 1, i);
-                row += tile.q_tiles.distance(i + 1) * kBlockQ;
+                row += tile.last_first == 0 ? kBlockQ : -kBlockQ;
             }
         }
     }

@@ -36,8 +36,12 @@ struct KeyTile {
     bool large_lse;       // does any row of the call have a reference?
     int first_row_group;  // see plan/workspace_rows.cuh; only in backward.cuh
     int full_tiles;       // as in a QueryTile
+    int last_first;       // in backward.cuh: 0, or the sum of the first and the last index, if
+                          // Q tiles come from the last one to the first
 
     FLASH_DEVICE int& first_row() { return first_key; }
+    // The number of the Q tile with index i.
+    FLASH_DEVICE int q_tile(int i) const { return last_first == 0 ? i : last_first - i; }
 };
 
 // The tiles of a row of runs, of which a block has kPerBlock, in place of the band's.
