@@ -87,7 +87,6 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
     // registers for that: the softmax of one runs beside the matmuls of the others.
     static constexpr bool kOverlap = kConsumers < 4;
     static constexpr bool kPages = contains(kOptions, OptionSet::kPages);
-    static constexpr bool kLinear = only_alibi(kOptions) && !Tiles::kMask;
     static constexpr int kProducerRegisters = kConsumers > 2 ? 32 : 40;
     static constexpr int kConsumerRegisters = Tiles::consumer_registers(kProducerRegisters);
     using Scores = RegisterTile<16, kBlockKV>;
@@ -115,7 +114,8 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
         bool k_ready = false, v_ready = false;  // has a test found the next stage full?
         int skipped_tiles = 0;  // number of the next KV tiles that only other consumers see
 
-        // With ALiBi alone: its slope, and the diagonal's key in this warp's first row.
+        // With ALiBi alone: its slope; the diagonal's key in this warp's first row, as if the tile
+        // of the scores had its index for a number.
         float slope{};
         int diagonal{};
 
@@ -164,12 +164,13 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
     FLASH_DEVICE void begin_tile(State& x) const {
         const QueryTile& tile = work_tiles[x.tile];
         x.full_tiles = full_tiles(tile);
-        if constexpr (kLinear) {
+        if constexpr (Tiles::kAlibi) {
             const Sequence& s = tile.sequence;
             x.slope = ScoreFunction<Element, Rows::kQueries, kOptions>{params, s, tile.head}
                           .alibi_slope();
-            x.diagonal =
-                ptx::warp_uniform(tile.first_query + this->warp_row() + s.seqlen_k - s.seqlen_q);
+            const int turned = tile.turn > 0 ? tile.kv_tiles.end - tile.turn : 0;
+            x.diagonal = ptx::warp_uniform(tile.first_query + this->warp_row() + s.seqlen_k -
+                                           s.seqlen_q + turned * kBlockKV);
         }
         // Ping-pong needs equal numbers of iterations, and lists of tiles are not of 64 queries.
         if constexpr (!kTuning.ping_pong && !Tiles::kMask) {
@@ -245,15 +246,24 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
         }
         if (Tiles::kReleaseEarly && !kUnmasked && x.kv_tile == x.first_kv_tile)
             release_and_advance(q_pipeline, x.q, /*by_lanes=*/true);
-        if constexpr (kUnmasked && kLinear) {
+        if constexpr (kUnmasked && Tiles::kAlibi) {
             x.rescaling = linear_step(x, rP);
         } else {
             this->template finish_scores<kUnmasked>(x.rS, x);
+            if constexpr (Tiles::kAlibi) turn(x);
             const bool fresh = !kUnmasked && new_tile;
             if (fresh) x.softmax = this->template begin_softmax<Softmax>(work_tiles[x.tile]);
             x.rescaling = x.softmax.step(x.rS, rP, exponent_scale<kOptions>(params), fresh);
         }
         if constexpr (contains(kOptions, OptionSet::kDropout)) drop(x, rP);
+    }
+
+    // From the last KV tile on, to which the tiles turn: see turn_to_diagonal().
+    FLASH_DEVICE void turn(State& x) const {
+        const QueryTile& tile = work_tiles[x.tile];
+        if (ptx::warp_uniform(tile.turn) == 0 || x.kv_tile + 1 != x.full_tiles.begin) return;
+        x.full_tiles = {0, x.kv_tile};
+        x.diagonal -= ptx::warp_uniform(tile.kv_tiles.end) * kBlockKV;
     }
 
     // The softmax with ALiBi: scores become complete only if the tile has the diagonal, or if the

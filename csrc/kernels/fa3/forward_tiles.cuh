@@ -46,6 +46,7 @@ struct Fa3ForwardTiles
         contains(kOptions, OptionSet::kSplits);  // and packed GQA
     static constexpr bool kPages = contains(kOptions, OptionSet::kPages);
     static constexpr bool kMask = contains(kOptions, OptionSet::kMask);
+    static constexpr bool kAlibi = only_alibi(kOptions);
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kBlockQ = kConsumers * 64;
     static_assert(kBlockQ >= tuning::kForwardBlockQ);
@@ -160,6 +161,7 @@ struct Fa3ForwardTiles
             tile.sequence.seqlen_k = 0;
             tile.kv_tiles = {0, 1};
         }
+        if constexpr (kAlibi) tile.turn = turn_to_diagonal(params, tile, kBlockQ, kBlockKV);
     }
 
     FLASH_DEVICE BlockRuns runs_of(const QueryTile& tile) const {
@@ -174,6 +176,8 @@ struct Fa3ForwardTiles
             TilesDown<kPerBlock> tiles(runs);
             if constexpr (kMayHaveSplits) tiles.skip(runs.count() * kPerBlock - tile.kv_tiles.end);
             return tiles;
+        } else if constexpr (kAlibi) {
+            return TurnedTiles{tile.turn, tile.kv_tiles.end};
         } else {
             return BandTiles{};
         }
@@ -428,6 +432,8 @@ struct Fa3ForwardTiles
     }
     FLASH_DEVICE Interval full_tiles(const QueryTile& tile) const {
         if constexpr (kMask) return {0, ptx::warp_uniform(tile.full_tiles)};
+        // If they turn, first those before the last tile. It may need a mask.
+        if (kAlibi && tile.turn > 0) return {tile.kv_tiles.end - tile.turn, tile.kv_tiles.end};
         return tile.kv_tiles.full_for(mask_of(params, tile.sequence), queries_of(tile), kBlockKV);
     }
 
@@ -451,7 +457,7 @@ struct Fa3ForwardTiles
     FLASH_DEVICE void finish_scores(RegisterTile<16, kBlockKV>& rS, State& x) const {
         const QueryTile& tile = work_tiles[x.tile];
         const int first_row = warp_row();
-        const int first_key = tile.kv_tiles.tile(x.kv_tile) * kBlockKV;
+        const int first_key = kMask ? 0 : tiles_down(tile).tile(x.kv_tile) * kBlockKV;
         if constexpr (kBias) {
             add_bias<Rows::kQueries, BiasTile, kHeadDim <= tuning::kFa3Float32BiasHeadDim>(
                 rS, bias_pipeline(), x.bias, first_row, params.scale_log2,

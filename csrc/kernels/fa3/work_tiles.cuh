@@ -23,6 +23,7 @@ struct QueryTile {
     bool large_lse;  // in the backward: does any row of the call have a reference?
     int row_group;   // in backward_dq.cuh: of query 0, see plan/workspace_rows.cuh
     int full_tiles;  // with a TileMask: how many of kv_tiles are full; they come first
+    int turn;        // of TurnedTiles; only with ALiBi, in the forward
 
     FLASH_DEVICE int& first_row() { return first_query; }
 };
@@ -55,6 +56,30 @@ FLASH_DEVICE void take_runs(VisibleTiles& tiles, int& full_tiles, const BlockRun
 struct BandTiles {
     static FLASH_DEVICE int tile(int i) { return VisibleTiles::tile(i); }
 };
+
+// Tile i is number i + turn, modulo all `tiles`.
+struct TurnedTiles {
+    int turn;
+    int tiles;
+
+    FLASH_DEVICE int tile(int i) const { return i + turn - (i + turn >= tiles ? tiles : 0); }
+};
+
+// With ALiBi scores fall on both sides of the diagonal. From the last key on their maximum would
+// rise with each tile, and most tiles would be retried (optimistic_softmax.cuh). So a Q tile that
+// sees all keys goes from the diagonal down to the first tile, then from the last one down. The
+// last one may need a mask, so kernels take it alone. 0: no turn.
+FLASH_DEVICE int turn_to_diagonal(const AttentionParams& params, const QueryTile& tile, int block_q,
+                                  int block_kv) {
+    const Sequence& s = tile.sequence;
+    const int last_query = tile.first_query + block_q - 1;
+    const int tiles = tile.kv_tiles.end;
+    if (tile.kv_tiles.begin > 0 || tiles * block_kv < s.seqlen_k ||
+        !mask_of(params, s).is_full({tile.first_query, last_query + 1}, {0, s.seqlen_k}))
+        return 0;
+    const int diagonal = (last_query + s.seqlen_k - s.seqlen_q) / block_kv;
+    return (clamp(diagonal, 0, tiles - 1) + 1) % tiles;
+}
 
 FLASH_DEVICE VisibleTiles warp_uniform(const VisibleTiles& tiles) {
     return {ptx::warp_uniform(tiles.begin), ptx::warp_uniform(tiles.end)};
