@@ -258,8 +258,6 @@ struct Fa3ForwardTiles
                 }
                 return next;
             });
-        // The combination may begin on an SM that this kernel has left.
-        if (kMayHaveSplits && params.o_partial != nullptr) ptx::launch_dependents();
     }
 
     FLASH_DEVICE void produce_v() const {
