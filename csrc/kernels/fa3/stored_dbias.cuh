@@ -117,12 +117,8 @@ FLASH_DEVICE void store_dbias_zeros(const Params& params, const KeyTile& tile, i
             for (int row = begin + thread / chunks; row < end; row += rows)
                 *reinterpret_cast<uint4*>(column + int64_t{row} * dbias.row_stride * element) = {};
         };
-        if (tile.q_tiles.empty()) {  // then its ends may be anywhere
-            store(0, params.seqlen_q);
-        } else {
-            store(0, tile.q_tiles.begin * kBlockQ);
-            store(tile.q_tiles.end * kBlockQ, params.seqlen_q);
-        }
+        store(0, tile.q_tiles.begin * kBlockQ);
+        store(tile.q_tiles.end * kBlockQ, params.seqlen_q);
     }
 }
 
