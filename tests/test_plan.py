@@ -415,6 +415,22 @@ def test_decoding_steps_beside_prompts(
     assert ("o_partial beside" in plan.regions) == beside
 
 
+@pytest.mark.parametrize("queries", [256, 512, 2048])
+def test_prompts_beside_decoding_steps_have_the_tiles_of_one_alone(
+    queries: int, native: ModuleType
+) -> None:
+    usual = {"seqlen_k": 65536, "heads_q": 32, "heads_k": 8, "page_size": 16, "seqused": True}
+    dims = {"head_dim": 128, "head_dim_v": 128, "window_right": 0}
+    alone = problem(native, seqlen_q=queries, **usual, **dims).forward("fa3")
+    beside = problem(native, batch=32, seqlen_q=queries + 31, varlen=True, **usual, **dims)
+    plan = beside.forward("fa3")
+    assert (plan.tile, plan.num_splits, plan.pack_gqa_log2) == (
+        alone.tile,
+        alone.num_splits,
+        alone.pack_gqa_log2,
+    )
+
+
 @pytest.mark.parametrize(
     "fields",
     [

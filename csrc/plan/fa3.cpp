@@ -300,6 +300,18 @@ void plan_few_queries(ForwardPlan& plan, bool may_pack_gqa) {
     params.few_queries = few.kernel.by_length.most_queries;
 }
 
+// The call by which tiles and splits are chosen. Where short sequences are another kernel's, one
+// prompt is supposed beside them: the mean of all lengths would be that of neither.
+AttentionParams expected_call(const ForwardPlan& plan) {
+    AttentionParams params = plan.params;
+    if (plan.few_queries) {
+        params.seqlen_q = max_of(params.seqlen_q - (params.batch - 1), 1);
+        params.batch = 1;
+        params.cu_seqlens_q = nullptr;
+    }
+    return params;
+}
+
 void plan_fa3_forward(ForwardPlan& plan) {
     ForwardParams& params = plan.params;
     ForwardKernel& kernel = plan.kernel;
@@ -310,10 +322,13 @@ void plan_fa3_forward(ForwardPlan& plan) {
     plan_bias(plan);
 
     // Splits and packed GQA, by the smallest Q tiles.
-    const QueryTiles small_q = query_tiles(params, plan.mask, tuning::kForwardBlockQ, may_pack_gqa);
+    const AttentionParams expected = expected_call(plan);
+    const QueryTiles small_q =
+        query_tiles(expected, plan.mask, tuning::kForwardBlockQ, may_pack_gqa);
     const int64_t tiles = tile_count(params, small_q);
+    const int64_t expected_tiles = tile_count(expected, small_q);
     params.num_splits = forced("FLASH_EXT_FORCE_SPLITS")
-                            .value_or(num_splits(params, plan.mask, tiles,
+                            .value_or(num_splits(expected, plan.mask, expected_tiles,
                                                  params.heads_q / std::max(small_q.heads, 1),
                                                  gpu.sms, tuning::kFa3SplitKeys));
     if (params.bias.data != nullptr || params.batch_invariant) params.num_splits = 1;
@@ -328,9 +343,10 @@ void plan_fa3_forward(ForwardPlan& plan) {
     const HeadDims dims = kernel.head_dims;
     if (tuning::Fa3ForwardRow::has_tile(kernel.options, tuning::Fa3ForwardTile::kUsual)) {
         const auto tile = forced("FLASH_EXT_FORCE_TILE");
-        kernel.tile = params.batch_invariant ? tuning::Fa3ForwardTile::kSmallQ
-                      : tile ? static_cast<tuning::Fa3ForwardTile>(*tile)
-                             : fa3_forward_tile(dims, params, plan.mask, tiles <= gpu.sms, gpu);
+        kernel.tile =
+            params.batch_invariant ? tuning::Fa3ForwardTile::kSmallQ
+            : tile ? static_cast<tuning::Fa3ForwardTile>(*tile)
+                   : fa3_forward_tile(dims, expected, plan.mask, expected_tiles <= gpu.sms, gpu);
         if (!tuning::Fa3ForwardRow::has_tile(kernel.options, kernel.tile)) {
             choose_kernel(plan, tuning::kFa3Forward, needed | OptionSet::kSplits);
             kernel.tile = tuning::Fa3ForwardTile::kSmallQ;
