@@ -153,7 +153,7 @@ struct Fa3ForwardRow {
     Fa3ForwardShape small_q = usual;  // for few Q tiles, and all that kernels with splits have
     Fa3ForwardShape long_keys = usual;
     Fa3ForwardShape with_bias{};  // of kFa3Bias
-    Fa3ForwardShape with_mask{};  // of kFa3Mask
+    Fa3ForwardShape with_mask = small_q;  // of kFa3Mask
     // Those of `usual` are the defaults. Measured: docs/notes/009-fa3-forward.md.
     Fa3Costs small_q_costs{};
     Fa3Costs long_keys_costs{};
@@ -185,7 +185,6 @@ inline constexpr Fa3ForwardRow kFa3Forward[] = {
      .long_keys = {.consumers = 3, .block_kv = 96, .k_stages = 4, .v_stages = 4},
      .with_bias =
          {.block_kv = 128, .k_stages = 3, .v_stages = 3, .ping_pong = true, .bias_stages = 2},
-     .with_mask = {.block_kv = 128, .k_stages = 4, .v_stages = 4, .ping_pong = true},
      .small_q_costs = {.alike = {112}, .differ = {109, 80}},
      .long_keys_costs = {.alike = {98}, .differ = {99, 155}}},
     {.head_dims = {96, 96},
@@ -505,7 +504,6 @@ struct Fa3BackwardRow {
     Fa3BackwardOverlap with_options = usual.overlap;
     Fa3BackwardShape many_queries = usual;  // without options
     Fa3BackwardShape with_bias{};           // of kFa3Bias
-    Fa3BackwardShape with_mask{};           // of kFa3Mask
 };
 
 inline constexpr Fa3BackwardRow kFa3Backward[] = {
@@ -534,21 +532,14 @@ inline constexpr Fa3BackwardRow kFa3Backward[] = {
                    .transpose_dq = false,
                    .hold_ds = false,
                    .dq_registers = Fa3DQRegisters::kOfDP,
-                   .bias_stages = 1},
-     .with_mask = {.block_q = 128,
-                   .q_stages = 3,
-                   .overlap = kByMatmul,
-                   .transpose_dq = false,
-                   .hold_ds = false,
-                   .dq_registers = Fa3DQRegisters::kOfDP}},
+                   .bias_stages = 1}},
     {.head_dims = {96, 96}, .usual = {.block_q = 96}},
     {.head_dims = {128, 128},
      .options = kFa3BackwardAllOptions,
      .usual = {.block_q = 64, .q_stages = 3, .overlap = kByMatmulEarly},
      .with_options = kEarly,
      .many_queries = {.block_q = 80, .overlap = kLateFences},
-     .with_bias = {.block_q = 64, .overlap = kEarly, .bias_stages = 2},
-     .with_mask = {.block_q = 64, .q_stages = 3, .overlap = kByMatmulEarly}},
+     .with_bias = {.block_q = 64, .overlap = kEarly, .bias_stages = 2}},
 };
 
 inline constexpr int kManyQueries = 16384;
@@ -556,7 +547,7 @@ inline constexpr int kManyQueries = 16384;
 constexpr Fa3BackwardShape fa3_backward_shape(HeadDims dims, OptionSet options, bool many_queries) {
     Fa3BackwardRow row = row_of(kFa3Backward, dims);
     if (contains(options, OptionSet::kBias)) return row.with_bias;
-    if (contains(options, OptionSet::kMask)) return row.with_mask;
+    if (contains(options, OptionSet::kMask)) return row.usual;
     if (!visits_elements(options)) return many_queries ? row.many_queries : row.usual;
     row.usual.overlap = row.with_options;
     return row.usual;
