@@ -103,12 +103,8 @@ FLASH_HOST_DEVICE constexpr Interval tile_interval(int tile, int block) {
 }
 
 // The tiles that a tile sees, or that see it, in ascending order of their numbers, as indices begin
-// to end - 1. Kernels go over indices, and ask here for all that depends on the kind of mask: the
-// number of tile i, which tiles some of the rows see, and which are full, so that their scores need
-// no mask. Under an interval mask the index of a tile is its number. A list in memory would have
-// members for its place and for its full tiles, which are side by side; whoever loads a tile reads
-// its number. What an interval answers without its ends is static: reading members changes ptxas's
-// schedules (note 014).
+// to end - 1. Under an interval mask the index of a tile is its number; of a list of tiles
+// (tile_mask.cuh) whoever loads a tile reads its number.
 struct VisibleTiles {
     int begin;
     int end;
@@ -131,22 +127,12 @@ struct VisibleTiles {
     FLASH_HOST_DEVICE constexpr bool empty() const { return end <= begin; }
     FLASH_HOST_DEVICE constexpr int count() const { return end - begin; }
     FLASH_HOST_DEVICE static constexpr int tile(int i) { return i; }
-    FLASH_HOST_DEVICE constexpr int first() const { return tile(begin); }
-    FLASH_HOST_DEVICE constexpr int last() const { return tile(end - 1); }
-    FLASH_HOST_DEVICE constexpr int count_before(int tile) const { return tile - begin; }
     FLASH_HOST_DEVICE constexpr VisibleTiles within(Interval tiles) const {
         return {max_of(tiles.begin, begin), min_of(tiles.end, end)};
     }
-    // How far tile(i) is from the one before it.
-    FLASH_HOST_DEVICE static constexpr int distance(int) { return 1; }
 
-    // Of KV tiles, for some of the queries: the indices of the tiles that these see, and the last
-    // one, and of the tiles of which all of them see every key. They may lie outside begin to
-    // end - 1.
-    FLASH_HOST_DEVICE static constexpr VisibleTiles seen_by(const BandMask& mask, Interval queries,
-                                                            int block) {
-        return of_queries(mask, queries, block);
-    }
+    // Of KV tiles: the last one that some of the queries see, and those of which all queries see
+    // every key.
     FLASH_HOST_DEVICE static constexpr int last_seen_by(const BandMask& mask, Interval queries,
                                                         int block) {
         return (mask.keys_of(queries).end - 1) / block;
@@ -157,7 +143,7 @@ struct VisibleTiles {
         return {ceil_div(mask.key_range(last_query).begin, block),
                 mask.key_range(queries.begin).end / block};
     }
-    // Of Q tiles: the indices of those whose queries all see every key in `keys`.
+    // Of Q tiles: those whose queries all see every key in `keys`.
     FLASH_HOST_DEVICE static constexpr Interval seeing_all(const BandMask& mask, Interval keys,
                                                            int block) {
         const Interval first = mask.query_range(keys.begin);
@@ -165,12 +151,6 @@ struct VisibleTiles {
         const int end = min_of(first.end, last.end);
         return {ceil_div(last.begin, block),
                 end == mask.seqlen_q ? ceil_div(end, block) : end / block};
-    }
-
-    // Do all of `queries` see all of `keys`, with tile i being either of the two?
-    FLASH_HOST_DEVICE static constexpr bool is_full(int /*i*/, const BandMask& mask,
-                                                    Interval queries, Interval keys) {
-        return mask.is_full(queries, keys);
     }
 
  private:

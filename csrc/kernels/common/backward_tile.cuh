@@ -300,8 +300,8 @@ struct BackwardTile {
         if constexpr (changes_scores(kOptions))
             score_function(walk.head).apply(rP, first_key + warp_key, first_query);
         const auto is_full = [&] {
-            return VisibleTiles::is_full(walk.i, mask, tile_interval(walk.q_tile(), kBlockQ),
-                                         {first_key, first_key + kBlockKV});
+            return mask.is_full(tile_interval(walk.q_tile(), kBlockQ),
+                                {first_key, first_key + kBlockKV});
         };
         const bool large_lse = params.large_lse.is_raised();  // read each time, to save registers
         // The order decides whether ptxas spills.

@@ -44,9 +44,8 @@ struct ListedQTileWalk {
 
     int head;
     int tile;
-    bool partial;                // does the mask show the tile in part?
-    int stage = 0;               // the number of the iteration; in shared memory, modulo kStages
-    static constexpr int i = 0;  // see VisibleTiles::is_full
+    bool partial;   // does the mask show the tile in part?
+    int stage = 0;  // the number of the iteration; in shared memory, modulo kStages
 
     FLASH_DEVICE bool done() const { return head < 0; }
     FLASH_DEVICE int q_tile() const { return tile; }

@@ -170,19 +170,18 @@ struct Fa1Forward {
     }
 
     // Lines 9 to 11: the warp's scores, masked; its row maxima go to shared memory.
-    FLASH_DEVICE void compute_scores(Scores& rS, const VisibleTiles& q_tiles, int i,
-                                     int kv_tile) const {
-        const Interval queries = tile_interval(q_tiles.tile(i), kBlockQ);
+    FLASH_DEVICE void compute_scores(Scores& rS, int q_tile, int kv_tile) const {
+        const Interval queries = tile_interval(q_tile, kBlockQ);
         const int warp_key = warp * kKeysPerWarp;
         const int first_key = kv_tile * kBlockKV + warp_key;
         rS.clear();
-        if (sees_keys_of(warp, q_tiles.tile(i), kv_tile))
+        if (sees_keys_of(warp, q_tile, kv_tile))
             gemm<Element, kHeadDim>(rS, AFromRows<QTile>(ptx::shared_address(storage.q)),
                                     BFromRows<KTile>(ptx::shared_address(shared.k), warp_key));
         if constexpr (changes_scores(kOptions))
             ScoreFunction<Element, Rows::kQueries, kOptions>{params, sequence, head}.apply(
                 rS, queries.begin, first_key);
-        if (!q_tiles.is_full(i, mask, queries, tile_interval(kv_tile, kBlockKV)))
+        if (!mask.is_full(queries, tile_interval(kv_tile, kBlockKV)))
             mask_scores(rS, first_key,
                         [&](int row) { return mask.key_range(queries.begin + row); });
         for_each_row<kBlockQ>([&](int m, int i, int row) {
@@ -276,7 +275,6 @@ struct Fa1Forward {
 
     // At the last visit: the output, through the memory of P, and the logsumexp.
     FLASH_DEVICE void store_out(const Output& rO, const RowState& state, int q_tile) const {
-        using OTile = OTile;
         const uint32_t sO = ptx::shared_address(storage.p);
         team_barrier();  // all warps have read P
         store_to_shared<Element, OTile>(sO, rO, 0, warp * (Output::kCols / 16));
@@ -325,27 +323,26 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
         const VisibleTiles q_tiles = VisibleTiles::of_keys<false>(
             cta.mask, tile_interval(kv_tile, Kernel::kBlockKV), Kernel::kBlockQ);
         if (q_tiles.empty()) continue;
-        int i = q_tiles.begin + cta.team;
+        int q_tile = q_tiles.begin + cta.team;
         __syncthreads();  // all warps have left the previous KV tile; its O, m and l are written
         cta.load_kv(kv_tile);
-        if (i < q_tiles.end) cta.load_q(q_tiles.tile(i));
+        if (q_tile < q_tiles.end) cta.load_q(q_tile);
         ptx::cp_async_commit();
         ptx::cp_async_wait<0>();
         __syncthreads();  // the KV tile has landed
 
-        for (; i < q_tiles.end; i += Kernel::kTeams) {
-            const int q_tile = q_tiles.tile(i);
+        for (; q_tile < q_tiles.end; q_tile += Kernel::kTeams) {
             const VisibleTiles seen = cta.seen_by(q_tile);
-            const bool first_visit = kv_tile == seen.first();
+            const bool first_visit = kv_tile == seen.begin;
             ptx::cp_async_wait<0>();
             cta.team_barrier();  // Q_i has landed; the team's other memory is free
             cta.load_state(q_tile, first_visit);
             ptx::cp_async_commit();
 
             typename Kernel::Scores rS;
-            cta.compute_scores(rS, q_tiles, i, kv_tile);
+            cta.compute_scores(rS, q_tile, kv_tile);
             cta.team_barrier();  // the maxima of all keys are complete; all warps have left Q_i
-            if (i + Kernel::kTeams < q_tiles.end) cta.load_q(q_tiles.tile(i + Kernel::kTeams));
+            if (q_tile + Kernel::kTeams < q_tiles.end) cta.load_q(q_tile + Kernel::kTeams);
             ptx::cp_async_commit();
 
             typename Kernel::RowValues tile_max;
@@ -357,7 +354,7 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
             cta.multiply_v(rO, q_tile, kv_tile);
             typename Kernel::RowState state = cta.old_state(first_visit);
             cta.update(rO, state, tile_max);
-            if (kv_tile == seen.last()) {
+            if (kv_tile == seen.end - 1) {
                 cta.store_out(rO, state, q_tile);
             } else {
                 cta.store_state(rO, state, q_tile);

@@ -65,9 +65,9 @@ struct DQSemaphore {
     FLASH_DEVICE int mine() const {
         constexpr int kPerBlock = max_of(kMaskBlock / Tile::kBlockKV, 1);
         if (listed()) return blocks_before(runs(), kv_block()) * kPerBlock + kv_tile % kPerBlock;
-        return VisibleTiles::of_queries<false>(cta.mask, tile_interval(q_tile, Tile::kBlockQ),
-                                               Tile::kBlockKV)
-            .count_before(kv_tile);
+        const VisibleTiles seen = VisibleTiles::of_queries<false>(
+            cta.mask, tile_interval(q_tile, Tile::kBlockQ), Tile::kBlockKV);
+        return kv_tile - seen.begin;
     }
 
     FLASH_DEVICE void wait() const {

@@ -217,7 +217,7 @@ struct Fa2Forward {
                            const KVTiles& kv_tiles, int i) const {
         const auto keys = key_rows<kOptions>(params, sequence);
         const int first_key = tile<kAhead>(kv_tiles, i) * kBlockKV;
-        const int next_key = first_key - VisibleTiles::distance(i) * kBlockKV;
+        const int next_key = first_key - kBlockKV;
         if constexpr (kMayHaveMask) cursor.start(keys, view, head_k(), first_key);
         cursor.template load<kAllRows>(shared, keys, view, head_k(), cols, params.aligned,
                                        first_key, next_key);
@@ -240,10 +240,9 @@ struct Fa2Forward {
         if constexpr (changes_scores(kOptions))
             ScoreFunction<Element, Rows::kQueries, kOptions>{params, cta.sequence, cta.head}.apply(
                 rS, first_row, keys.begin);
-        if (!VisibleTiles::is_full(i, cta.mask, queries, keys)) {
+        if (!cta.mask.is_full(queries, keys))
             mask_scores(rS, keys.begin,
                         [&](int row) { return cta.mask.key_range(first_row + row); });
-        }
         if constexpr (kMayHaveMask) {
             if (kv_tiles.is_partial(i)) hide(rS, keys.begin);
         }

@@ -412,8 +412,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Fa3BackwardWideParams, KeyTile> {
             s.ds +=
                 params.ds_workspace.tiles.of_row(s.q_tiles.tile(s.at.i)) * DSTile<Element>::kBytes;
         s.at.advance(s.q_tiles);
-        if (s.at.i == s.q_tiles.begin || s.q_tiles.distance(s.at.i) != 1)
-            begin_tile(s);  // of the next head
+        if (s.at.i == s.q_tiles.begin) begin_tile(s);  // of the next head
     }
 
     template <class State>

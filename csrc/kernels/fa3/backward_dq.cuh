@@ -229,8 +229,8 @@ struct Fa3BackwardDQ : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
             const VisibleTiles kv = warp_uniform(tile.kv_tiles);
             if (!kv.empty()) {
                 const int first_query = tile.first_query + consumer() * 64;
-                const VisibleTiles own = kv.seen_by(mask_of(params, tile.sequence),
-                                                    {first_query, first_query + 64}, kBlockKV);
+                const VisibleTiles own = VisibleTiles::of_queries(
+                    mask_of(params, tile.sequence), {first_query, first_query + 64}, kBlockKV);
                 // At least one, even if it is hidden.
                 s.i = ptx::warp_uniform(clamp(own.begin, kv.begin, kv.end - 1));
                 s.last = ptx::warp_uniform(clamp(own.end - 1, s.i, kv.end - 1));
@@ -284,9 +284,9 @@ struct Fa3BackwardDQ : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
         if (s.i == s.last) release(q_pipeline, own_stage(s));
         const auto scores = warp_scores(s);
         const bool large_lse = work_tiles[s.tile].large_lse;
-        const bool full = VisibleTiles::is_full(s.i, mask_of(params, scores.sequence),
-                                                {scores.first_row, scores.first_row + 16},
-                                                {scores.first_col, scores.first_col + kBlockKV});
+        const bool full = mask_of(params, scores.sequence)
+                              .is_full({scores.first_row, scores.first_row + 16},
+                                       {scores.first_col, scores.first_col + kBlockKV});
         scores.probabilities(s.rS, storage.lse[0] + warp_row(), large_lse || !full, large_lse);
         compute_here(s.rS);
     }

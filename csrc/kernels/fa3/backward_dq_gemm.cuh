@@ -129,8 +129,8 @@ struct Fa3BackwardDQGemm : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
     FLASH_DEVICE VisibleTiles kv_tiles_of(const QueryTile& tile, int consumer) const {
         const int first_query = tile.first_query + consumer * 64;
         if (first_query >= tile.sequence.seqlen_q) return {0, 0};
-        return tile.kv_tiles.seen_by(mask_of(params, tile.sequence),
-                                     {first_query, first_query + 64}, kBlockKV);
+        return VisibleTiles::of_queries(mask_of(params, tile.sequence),
+                                        {first_query, first_query + 64}, kBlockKV);
     }
 
     FLASH_DEVICE void consume() const {

@@ -372,9 +372,9 @@ struct Fa3BackwardProducers : Fa3Cta<std::conditional_t<contains(kOptions, Optio
             const int block = tile.first_key / kMaskBlock;
             return kind_of(runs, block) == BlockKind::kHidden ? -1 : blocks_before(runs, block);
         }
-        return VisibleTiles::of_queries<false>(mask_of(params, tile.sequence),
-                                               {first_row, first_row + kBlockQ}, kBlockKV)
-            .count_before(tile.first_key / kBlockKV);
+        const VisibleTiles seen = VisibleTiles::of_queries<false>(
+            mask_of(params, tile.sequence), {first_row, first_row + kBlockQ}, kBlockKV);
+        return tile.first_key / kBlockKV - seen.begin;
     }
 
     // Adds a consumer's half of a Q tile of `rows` rows, or stores it.

@@ -240,7 +240,7 @@ struct Fa3Decode {
         if (params.changes_scores) [[unlikely]]  // packed GQA has no ALiBi, which uses first_query
             ScoreFunction<Element, Rows::kQueries, tuning::kFa3Scores, !kBytes>{params, s, head}
                 .apply(rS, first_query, keys.begin);
-        if (!blocks.is_full(i, mask, {first, first + queries()}, keys))
+        if (!mask.is_full({first, first + queries()}, keys))
             mask_scores(rS, keys.begin, [&](int row) { return mask.key_range(query_of(row)); });
     }
 
