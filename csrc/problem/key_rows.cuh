@@ -1,6 +1,6 @@
-// Where the rows of K, V and of queries lie. All loads of K and V ask here, tile by tile,
-// for an address or for coordinates of TMA, and how many keys are left. Rows of dense and of varlen
-// tensors are adjacent. Those of pages are not: pages.cuh has the same for them.
+// Where the rows of K, V and of queries lie. All loads of K and V ask here, for an address or for
+// coordinates of TMA, and how many keys are left. Rows of dense and of varlen tensors are adjacent.
+// Those of pages are not: pages.cuh has the same for them.
 #pragma once
 
 #include "problem/pages.cuh"
@@ -17,33 +17,17 @@ struct KeyRows {
     int begin;  // the row of key 0
     int rows;   // keys in use; what a tile has past them is loaded as zeros
 
-    // A row of the tensors.
-    struct Place {
-        int batch;
-        int row;
-    };
-    // Of a tile's first key. Its others are in the rows that follow.
-    FLASH_DEVICE Place at(int first_key) const { return {batch, begin + first_key}; }
-
     // A tile, as cp.async loads it.
     template <class Element>
     FLASH_DEVICE GlobalTile<const Element> tile(const TensorView& view, int head, int first_key,
                                                 int cols) const {
-        const Place place = at(first_key);
-        return global_tile<const Element>(view, place.batch, place.row, head, rows - first_key,
+        return global_tile<const Element>(view, batch, begin + first_key, head, rows - first_key,
                                           cols);
     }
-    // From one tile to another, in elements.
-    FLASH_DEVICE int64_t step(const TensorView& view, int from_key, int to_key) const {
-        const Place from = at(from_key), to = at(to_key);
-        return (to.batch - from.batch) * view.batch_stride + (to.row - from.row) * view.row_stride;
-    }
-    // A tile, as TMA loads it: coordinates for row `first_key` and those that follow.
+    // All keys, as TMA loads tiles of them.
     template <class Element>
-    FLASH_DEVICE TensorRows tensor_rows(const TensorView& view, int head, int first_key) const {
-        const Place place = at(first_key);
-        return flash_ext::tensor_rows<Element>(view, place.batch, head, place.row - first_key,
-                                               rows);
+    FLASH_DEVICE TensorRows tensor_rows(const TensorView& view, int head) const {
+        return flash_ext::tensor_rows<Element>(view, batch, head, begin, rows);
     }
 };
 
@@ -74,7 +58,7 @@ struct KeyCursor {
     FLASH_DEVICE void load(uint32_t shared, const KeyRows& keys, const TensorView& view,
                            int /*head*/, int cols, bool aligned, int key, int next_key) {
         cursor.template load<kAllRows>(shared, view.row_stride, keys.rows - key, cols, aligned,
-                                       keys.step(view, key, next_key));
+                                       (next_key - key) * view.row_stride);
     }
 };
 

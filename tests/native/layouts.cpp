@@ -221,7 +221,7 @@ auto load_tile_by_tma(int bytes, int rows, int cols, bool in_boxes, uint64_t add
         const TensorView view = view_of(address, strides);
         const auto [batch, head, begin, count] = head_rows;
         const TensorRows tensor =
-            KeyRows{batch, begin, count}.tensor_rows<typename Tile::Element>(view, head, row);
+            KeyRows{batch, begin, count}.tensor_rows<typename Tile::Element>(view, head);
         CUtensorMap map;
         device::loads.clear();
         if (in_boxes) {
@@ -676,17 +676,14 @@ PYBIND11_MODULE(flash_ext_layouts, m) {
     py::class_<Paged>(m, "Paged").def(py::init<std::vector<int>, int, int, int, int>());
     m.def("load_pages", &load_pages_by_tma);
     m.def("copy_pages", &load_pages_by_copies);
-    // (address, valid rows) of the tile of 2-byte elements from key first_key on, and how far
-    // another one is.
-    m.def("key_tile", [](uint64_t address, Strides strides, std::array<int, 4> head_rows,
-                         int first_key, int other_key) {
-        const auto [batch, head, begin, count] = head_rows;
-        const TensorView view = view_of(address, strides);
-        const KeyRows keys{batch, begin, count};
-        const auto tile = keys.tile<uint16_t>(view, head, first_key, 0);
-        return std::tuple(reinterpret_cast<uint64_t>(tile.data), tile.rows,
-                          keys.step(view, first_key, other_key));
-    });
+    // (address, valid rows) of the tile of 2-byte elements from key first_key on.
+    m.def("key_tile",
+          [](uint64_t address, Strides strides, std::array<int, 4> head_rows, int first_key) {
+              const auto [batch, head, begin, count] = head_rows;
+              const auto tile = KeyRows{batch, begin, count}.tile<uint16_t>(
+                  view_of(address, strides), head, first_key, 0);
+              return std::pair(reinterpret_cast<uint64_t>(tile.data), tile.rows);
+          });
     m.def("descriptors", &descriptors);
     m.def("row_numbers", [](uint32_t address) { return RowNumbers<64>(address).at(0); });
     m.def("fragments", &fragments);

@@ -225,7 +225,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Fa3BackwardWideParams, KeyTile> {
             if (tile.q_tiles.empty()) return;
             const auto rows = [&](const TensorView& view) {
                 return key_rows(params, tile.sequence)
-                    .template tensor_rows<Element>(view, tile.head / params.parts, tile.first_key);
+                    .template tensor_rows<Element>(view, tile.head / params.parts);
             };
             load_tile<KTile>(k_pipeline, k, params.k_map, rows(params.k), tile.first_key);
             k.advance();

@@ -136,8 +136,8 @@ struct Fa3BackwardDQ : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
                 if (kAllowsFetch && i == max_of(kv.begin, kv.end - 1 - kFetchAhead))
                     work_tiles.allow_fetch();
                 const int first_key = kv.tile(i) * kBlockKV;
-                load_tile<Tile>(pipeline, state, map,
-                                keys.tensor_rows<Element>(view, head, first_key), first_key);
+                load_tile<Tile>(pipeline, state, map, keys.tensor_rows<Element>(view, head),
+                                first_key);
             }
         });
     }

@@ -110,7 +110,7 @@ struct Fa3BackwardDQGemm : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
                         ptx::bulk_load(ds_tile(c, j), ds(j, kv.tile(i)), DSTile::kBytes,
                                        pipeline.full(c));
                 const int first_key = kv.tile(i) * kBlockKV;
-                keys.tensor_rows<Element>(params.k, head, first_key)
+                keys.tensor_rows<Element>(params.k, head)
                     .template load<KTile>(params.k_map, pipeline.stage(c), pipeline.full(c),
                                           first_key);
                 c.advance();

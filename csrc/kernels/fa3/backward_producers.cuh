@@ -201,8 +201,7 @@ struct Fa3BackwardProducers : Fa3Cta<std::conditional_t<contains(kOptions, Optio
                 const PipelineState<1> kv{0, work_tiles.phase(t)};
                 const auto rows = [&](const TensorView& view) {
                     return key_rows(params, tile.sequence)
-                        .template tensor_rows<Element>(view, tile.head / params.parts,
-                                                       tile.first_key);
+                        .template tensor_rows<Element>(view, tile.head / params.parts);
                 };
                 load_tile<VTile>(v_pipeline, kv, params.v_map, rows(params.v), tile.first_key);
                 load_tile<KTile>(k_pipeline, kv, params.k_map, rows(params.k), tile.first_key);

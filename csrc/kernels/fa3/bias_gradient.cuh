@@ -208,9 +208,9 @@ struct Fa3BiasGradient {
             pipeline.producer_acquire(s);
             pipeline.producer_expect(s, KTile::kBytes + VTile::kBytes);
             const uint32_t stage = pipeline.stage(s);
-            keys.tensor_rows<Element>(params.k, head_k, first_key)
+            keys.tensor_rows<Element>(params.k, head_k)
                 .template load<KTile>(params.k_map, stage + kK, pipeline.full(s), first_key);
-            keys.tensor_rows<Element>(params.v, head_k, first_key)
+            keys.tensor_rows<Element>(params.v, head_k)
                 .template load<VTile>(params.v_map, stage + kV, pipeline.full(s), first_key);
             s.advance();
         });

@@ -145,8 +145,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
     FLASH_DEVICE void load_row_major_v(const QueryTile& tile, int first_key,
                                        typename RowMajorVPipeline::State& v) const {
         const KeyRows keys = key_rows(params, tile.sequence);
-        const TensorRows rows =
-            keys.tensor_rows<Float8>(params.v, key_head(params, tile.head), first_key);
+        const TensorRows rows = keys.tensor_rows<Float8>(params.v, key_head(params, tile.head));
         load_tile<VTile, Tiles::kKVBoxRows>(row_major_v(), v, params.v_map, rows, first_key);
         v.advance();
     }

@@ -188,8 +188,8 @@ struct Fa3ForwardTiles
     FLASH_DEVICE void load_keys(const Pipeline& pipeline, const typename Pipeline::State& state,
                                 const CUtensorMap& map, const TensorView& view, const KeyRows& keys,
                                 int head, int first_key) const {
-        load_tile<KeyTile, kKVBoxRows>(pipeline, state, map,
-                                       keys.tensor_rows<Element>(view, head, first_key), first_key);
+        load_tile<KeyTile, kKVBoxRows>(pipeline, state, map, keys.tensor_rows<Element>(view, head),
+                                       first_key);
     }
 
     // A tile of K that is number i of those that the Q tile sees, with what the mask has of it.
@@ -201,7 +201,7 @@ struct Fa3ForwardTiles
         k_pipeline.producer_acquire(state);
         storage.mask.first_keys[state.stage] = first_key;
         k_pipeline.producer_expect(state, KTile::kBytes + words * int{sizeof(MaskWords)});
-        keys.tensor_rows<Element>(params.k, head, first_key)
+        keys.tensor_rows<Element>(params.k, head)
             .template load<KTile, kKVBoxRows>(params.k_map, k_pipeline.stage(state),
                                               k_pipeline.full(state), first_key);
         if (words > 0)
