@@ -16,9 +16,9 @@ namespace flash_ext {
 enum class Order { kRowsFirst, kColumnsFirst };
 
 // 16x16 blocks of a SharedTile as ldmatrix fragments, of A or B of a matmul. kTranspose: the tile
-// is stored [k][m] or [k][n]. One address per lane; a block is reached by an XOR within the atom
-// (the swizzle never carries) and an immediate offset. Columns advance by kColStep blocks, so that
-// several warps can share the columns, every kColStep-th block each.
+// is stored [k][m] or [k][n]. One address per lane; a block is reached by an XOR and an immediate
+// offset. Columns advance by kColStep blocks, so that several warps can share the columns, every
+// kColStep-th block each.
 template <class Tile, Order kOrder, bool kTranspose, int kColStep = 1>
 struct SharedBlocks {
     uint32_t lane_address;
@@ -35,12 +35,9 @@ struct SharedBlocks {
     }
 
     FLASH_DEVICE void load(uint32_t (&fragment)[4], int row_block, int col_block) const {
-        const int block = col_block * kColStep;
-        const int within_atom = block % Tile::kBlocksPerAtom;
-        const int atom = block / Tile::kBlocksPerAtom;
-        ptx::ldmatrix_x4<kTranspose>(fragment, (lane_address ^ (within_atom * 32)) +
-                                                   atom * Tile::kAtomBytes +
-                                                   row_block * 16 * Tile::kPitch);
+        ptx::ldmatrix_x4<kTranspose>(fragment,
+                                     Tile::block_address(lane_address, col_block * kColStep) +
+                                         row_block * 16 * Tile::kPitch);
     }
     FLASH_DEVICE void load_a(uint32_t (&a)[4], int m, int k) const {
         kTranspose ? load(a, k, m) : load(a, m, k);

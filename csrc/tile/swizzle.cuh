@@ -42,6 +42,11 @@ struct SharedTile {
         const int atom = chunk / kChunksPerRow;
         return atom * kAtomBytes + row * kPitch + (((chunk % kChunksPerRow) ^ swizzle(row)) << 4);
     }
+    // From the address of a row's first 32 bytes, or half of them, to that of others. The swizzle
+    // never carries, so an XOR leads from block to block within an atom.
+    static FLASH_HOST_DEVICE constexpr uint32_t block_address(uint32_t first, int block) {
+        return (first ^ (block % kBlocksPerAtom * 32)) + block / kBlocksPerAtom * kAtomBytes;
+    }
 };
 
 }  // namespace flash_ext

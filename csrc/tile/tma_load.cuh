@@ -6,13 +6,16 @@
 
 namespace flash_ext {
 
-// A tile that begins at row first_row.
-template <class Tile, int kBoxRows = Tile::kRows, class Pipeline>
+// A tile that begins at row first_row, and what comes with it: each of more() describes a load, as
+// RowStatisticsLoad, after the tile has been requested, since producers have few registers.
+template <class Tile, int kBoxRows = Tile::kRows, class Pipeline, class... More>
 FLASH_DEVICE void load_tile(const Pipeline& pipeline, const typename Pipeline::State& state,
-                            const CUtensorMap& map, const TensorRows& rows, int first_row) {
+                            const CUtensorMap& map, const TensorRows& rows, int first_row,
+                            More... more) {
     pipeline.producer_acquire(state);
-    pipeline.producer_expect(state, Tile::kBytes);
+    pipeline.producer_expect(state, (Tile::kBytes + ... + decltype(more())::kBytes));
     rows.load<Tile, kBoxRows>(map, pipeline.stage(state), pipeline.full(state), first_row);
+    (more().load(pipeline.full(state)), ...);
 }
 
 // A number per row of a tile, such as lse: the first `stored` ones from `source` on, and the others
@@ -36,17 +39,5 @@ struct RowStatisticsLoad {
         copy(stored, padding, kRows - stored);
     }
 };
-
-// A tile with such numbers, which statistics() describes: after the tile has been requested, since
-// producers have few registers.
-template <class Tile, class Pipeline, class Statistics>
-FLASH_DEVICE void load_tile(const Pipeline& pipeline, const typename Pipeline::State& state,
-                            const CUtensorMap& map, const TensorRows& rows, int first_row,
-                            Statistics statistics) {
-    pipeline.producer_acquire(state);
-    pipeline.producer_expect(state, Tile::kBytes + decltype(statistics())::kBytes);
-    rows.load<Tile>(map, pipeline.stage(state), pipeline.full(state), first_row);
-    statistics().load(pipeline.full(state));
-}
 
 }  // namespace flash_ext

@@ -122,8 +122,7 @@ struct BackwardTile {
     static constexpr bool kUnaligned = contains(kOptions, OptionSet::kUnaligned);
     static constexpr bool kMayBeVarlen = contains(kOptions, OptionSet::kVarlen);
     static constexpr bool kMayHaveMask = contains(kOptions, OptionSet::kMask);  // of tiles
-    static constexpr bool kWholeTiles =
-        !contains(kOptions, OptionSet::kVarlen);  // see plan_mma_backward()
+    static constexpr bool kWholeTiles = !kMayBeVarlen;  // as MmaKernels plans
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kHeadDimV = kHeadDimV_;
     static constexpr int kKeysPerWarp = kTuning.keys_per_warp;
@@ -486,5 +485,14 @@ struct BackwardTile {
         load_tile<Tile, kThreads, kUnaligned>(shared, tile, params.aligned);
     }
 };
+
+// All passes of a backward whose main one is kKernel.
+template <class Tile, auto kKernel>
+cudaError_t launch_backward(const BackwardParams& params, int64_t ctas, cudaStream_t stream) {
+    cudaError_t status = backward_preprocess(params, kPreprocessRows, stream);
+    if (status == cudaSuccess)
+        status = launch_kernel<kKernel>(ctas, Tile::kThreads, Tile::kSharedBytes, params, stream);
+    return status == cudaSuccess ? postprocess_dq<Tile>(params, stream) : status;
+}
 
 }  // namespace flash_ext

@@ -22,10 +22,7 @@ struct RowRescaling {
     FLASH_DEVICE void apply(Output& o) const {
         if (!needed) [[likely]]
             return;
-#pragma unroll
-        for (int n = 0; n < Output::kN; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) o.v[0][n][i] *= factor[i / 2];
+        o.for_each([&](float& x, int row, int) { x *= factor[row / 8]; });
     }
 };
 

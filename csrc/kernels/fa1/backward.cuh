@@ -103,13 +103,8 @@ cudaError_t Fa1<kHeadDim, kHeadDimV>::backward(const BackwardParams& params,
     constexpr OptionSets kSets = row_of(tuning::kFa1Backward, {kHeadDim, kHeadDimV}).options;
     return dispatch_kernel<kSets>(params, kernel, [&](auto element, auto options) {
         using Tile = Fa1BackwardTile<decltype(element), kHeadDim, kHeadDimV, options.value>;
-        cudaError_t status = backward_preprocess(params, kPreprocessRows, stream);
-        if (status == cudaSuccess)
-            status = launch_kernel<fa1_backward_kernel<Tile>>(
-                params.heads_k * sequence_count(params), Tile::kThreads, Tile::kSharedBytes, params,
-                stream);
-        if (status == cudaSuccess) status = postprocess_dq<Tile>(params, stream);
-        return status;
+        return launch_backward<Tile, fa1_backward_kernel<Tile>>(
+            params, params.heads_k * sequence_count(params), stream);
     });
 }
 

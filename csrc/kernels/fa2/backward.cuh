@@ -193,28 +193,20 @@ int Fa2<kHeadDim, kHeadDimV>::backward_shared_bytes() {
     });
 }
 
-template <class Tile>
-cudaError_t launch_fa2_backward(const BackwardParams& params, cudaStream_t stream) {
-    cudaError_t status = backward_preprocess(params, kPreprocessRows, stream);
-    if (status == cudaSuccess)
-        status = launch_kernel<fa2_backward_kernel<Tile>>(
-            work_tile_count(params.tile_order), Tile::kThreads, Tile::kSharedBytes, params, stream);
-    if (status == cudaSuccess) status = postprocess_dq<Tile>(params, stream);
-    return status;
-}
-
 template <int kHeadDim, int kHeadDimV>
 cudaError_t Fa2<kHeadDim, kHeadDimV>::backward(const BackwardParams& params,
                                                const BackwardKernel& kernel, cudaStream_t stream) {
     constexpr tuning::Fa2BackwardRow kRow = row_of(tuning::kFa2Backward, {kHeadDim, kHeadDimV});
-    static_assert(kRow.plain.block_q % kRow.small_plain.block_q == 0);  // plan_mma_backward()
+    static_assert(kRow.plain.block_q % kRow.small_plain.block_q == 0);  // see MmaKernels
     return dispatch_kernel<kRow.options>(params, kernel, [&](auto element, auto options) {
         using Large = Fa2BackwardTile<decltype(element), kHeadDim, kHeadDimV, options.value, false>;
         using Small = Fa2BackwardTile<decltype(element), kHeadDim, kHeadDimV, options.value, true>;
         static_assert(Large::kBlockKV == Small::kBlockKV &&
                       Large::kCtasPerSm == Small::kCtasPerSm);  // the plan has one tile order
-        return launch_fitting<Large, Small>(kernel.gpu, [&](auto tile) {
-            return launch_fa2_backward<typename decltype(tile)::type>(params, stream);
+        return launch_fitting<Large, Small>(kernel.gpu, [&](auto chosen) {
+            using Tile = typename decltype(chosen)::type;
+            return launch_backward<Tile, fa2_backward_kernel<Tile>>(
+                params, work_tile_count(params.tile_order), stream);
         });
     });
 }

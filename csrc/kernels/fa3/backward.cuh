@@ -119,9 +119,7 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
                 ds_tile(stage) + DSTile::offset(warp_key + lane % 16, lane / 16);
 #pragma unroll
             for (int k = 0; k < kBlockQ / 16; ++k)
-                ptx::stmatrix_x4((address ^ (k % DSTile::kBlocksPerAtom * 32)) +
-                                     k / DSTile::kBlocksPerAtom * DSTile::kAtomBytes,
-                                 rdS.v[k]);
+                ptx::stmatrix_x4(DSTile::block_address(address, k), rdS.v[k]);
         }
         ptx::fence_proxy_async();
     }

@@ -155,19 +155,15 @@ struct Fa3BackwardDQ : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
 #pragma unroll 1
             for (uint32_t i = 0; i < kConsumers; ++i) {
                 const int first_query = tile.first_query + i * 64;
-                const typename DOPipeline::State d{i, phase};
-                do_pipeline.producer_acquire(d);
-                do_pipeline.producer_expect(d, DOTile::kBytes + 2 * 64 * sizeof(float));
-                rows.load<DOTile>(params.do_map, do_pipeline.stage(d), do_pipeline.full(d),
-                                  first_query);
-                const auto load = [&](float (&target)[64], const float* source) {
-                    RowStatisticsLoad<float, 64>{
+                const auto statistics = [&](float (&target)[64], const float* source) {
+                    return RowStatisticsLoad<float, 64>{
                         target, source + int64_t{tile.row_group} * kWorkspaceRows + first_query,
-                        source + params.padding_row, stored_rows<64>(s, first_query)}
-                        .load(do_pipeline.full(d));
+                        source + params.padding_row, stored_rows<64>(s, first_query)};
                 };
-                load(storage.lse[i], params.lse_log2);
-                load(storage.minus_delta[i], params.minus_delta);
+                load_tile<DOTile>(
+                    do_pipeline, {i, phase}, params.do_map, rows, first_query,
+                    [&] { return statistics(storage.lse[i], params.lse_log2); },
+                    [&] { return statistics(storage.minus_delta[i], params.minus_delta); });
             }
             phase ^= 1;
         });

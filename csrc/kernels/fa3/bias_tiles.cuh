@@ -119,8 +119,7 @@ FLASH_DEVICE void add_bias_16(Scores& s, uint32_t tile, int first_row, float sca
     for (int k = 0; k < Scores::kCols / 16; ++k) {
         uint32_t pairs[4];
         if constexpr (kByQuery) {
-            ptx::ldmatrix_x4<false>(pairs, (address ^ (k % Tile::kBlocksPerAtom * 32)) +
-                                               k / Tile::kBlocksPerAtom * Tile::kAtomBytes);
+            ptx::ldmatrix_x4<false>(pairs, Tile::block_address(address, k));
         } else {
             ptx::ldmatrix_x4<true>(pairs, address + k * 16 * Tile::kPitch);
         }
@@ -149,8 +148,7 @@ FLASH_DEVICE void add_bias_32(Scores& s, uint32_t half, int first_row, float sca
 #pragma unroll
             for (int n = 0; n < Half::kCols / 8; ++n) {
                 float b[2];
-                ptx::ld_shared_v2(b, (address ^ (n % Half::kBlocksPerAtom * 32)) +
-                                         n / Half::kBlocksPerAtom * Half::kAtomBytes);
+                ptx::ld_shared_v2(b, Half::block_address(address, n));
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
                     float& x = s.v[0][kFirstCol / 8 + n][2 * i + e];
