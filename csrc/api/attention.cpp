@@ -30,9 +30,7 @@ TensorView view(const Tensor& tensor) { return operand("", tensor).view(); }
 
 Bias bias_of(const Tensor& tensor) {
     Bias bias;
-    // One without elements has no address, but it hides every key of its sequences.
-    static constexpr char kNoElements = 0;
-    bias.data = tensor.numel() > 0 ? tensor.data_ptr() : &kNoElements;
+    bias.data = address_of<void>(tensor);
     if (tensor.scalar_type() == ScalarType::Float) bias.type = BiasType::kFloat32;
     if (tensor.scalar_type() == ScalarType::Bool) bias.type = BiasType::kBool;
     bias.paired = reinterpret_cast<uintptr_t>(bias.data) % (2 * tensor.element_size()) == 0;
@@ -44,19 +42,13 @@ Bias bias_of(const Tensor& tensor) {
     return bias;
 }
 
-// For a mask without elements, which is still a mask.
-const int* ints_of(const Tensor& tensor) {
-    static const int kNoElements = 0;
-    return tensor.numel() > 0 ? static_cast<const int*>(tensor.data_ptr()) : &kNoElements;
-}
-
 TileMask tile_mask_of(const Options& options) {
     if (!options.mask_kv_tiles) return {};
     const Tensor &kv_tiles = *options.mask_kv_tiles, &q_tiles = *options.mask_q_tiles;
     const Tensor& words = *options.mask_words;
-    return {.kv_tiles = ints_of(kv_tiles),
-            .q_tiles = ints_of(q_tiles),
-            .words = reinterpret_cast<const uint32_t*>(ints_of(words)),
+    return {.kv_tiles = address_of<int>(kv_tiles),
+            .q_tiles = address_of<int>(q_tiles),
+            .words = address_of<uint32_t>(words),
             .kv_row = static_cast<int>(kv_tiles.size(3)),
             .q_row = static_cast<int>(q_tiles.size(3)),
             .q_blocks = static_cast<int>(kv_tiles.size(2)),

@@ -40,6 +40,13 @@ inline ElementType element_type(ScalarType dtype) {
     return dtype == ScalarType::Half ? ElementType::kFloat16 : ElementType::kBFloat16;
 }
 
+// The address of a tensor. One without elements has none, but null stands for no tensor.
+template <class T>
+const T* address_of(const Tensor& tensor) {
+    alignas(16) static constexpr char kNoElements[16] = {};
+    return reinterpret_cast<const T*>(tensor.numel() > 0 ? tensor.data_ptr() : kNoElements);
+}
+
 // A tensor as plans see it.
 inline Operand operand(const char* name, const Tensor& tensor) {
     Operand x{.name = name,

@@ -14,8 +14,7 @@ namespace {
 
 template <class T>
 MaskInput<T> input_of(const Tensor& x) {
-    static const T kNoElements{};  // for an input that is given, and empty
-    MaskInput<T> input{x.numel() > 0 ? static_cast<const T*>(x.data_ptr()) : &kNoElements};
+    MaskInput<T> input{address_of<T>(x)};
     for (int dim = 0; dim < 4; ++dim) input.strides[dim] = x.size(dim) == 1 ? 0 : x.stride(dim);
     return input;
 }

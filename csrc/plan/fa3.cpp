@@ -30,6 +30,16 @@ std::string bias_reason(const AttentionParams& params) {
     return "";
 }
 
+// Makes rows of `row` elements adjacent. Returns the number of all elements.
+int64_t set_strides(TiledBias& tiled, int64_t row) {
+    int64_t elements = row;
+    for (const int dim : {2, 1, 0}) {
+        tiled.strides[dim] = elements;
+        elements *= tiled.sizes[dim];
+    }
+    return elements;
+}
+
 // The bias as TMA loads it: as it is, or as a copy in the workspace.
 template <class Plan>
 void plan_bias(Plan& plan) {
@@ -55,12 +65,7 @@ void plan_bias(Plan& plan) {
     }
     if (tiled.broadcast[2]) tiled.sizes[2] = kBiasTile;
     tiled.sizes[3] = tiled.broadcast[3] ? kBiasTile : ceil_div(bias.sizes[3], 8) * 8;
-    int64_t elements = tiled.sizes[3];
-    for (const int dim : {2, 1, 0}) {
-        tiled.strides[dim] = elements;
-        elements *= tiled.sizes[dim];
-    }
-    plan.workspace.reserve(tiled.data, tiled.element_bytes * elements);
+    plan.workspace.reserve(tiled.data, tiled.element_bytes * set_strides(tiled, tiled.sizes[3]));
 }
 
 // Can the backward itself write dbias, and where?
@@ -79,13 +84,11 @@ void plan_dbias(BackwardPlan& plan) {
     TiledBias& dbias = kernel.dbias;
     dbias.element_bytes = kernel.bias.element_bytes;
     const int64_t chunk = 16 / dbias.element_bytes;
-    int64_t elements = 1;
-    for (const int dim : {3, 2, 1, 0}) {
+    for (int dim = 0; dim < 4; ++dim) {
         dbias.broadcast[dim] = bias.sizes[dim] == 1;
         dbias.sizes[dim] = bias.sizes[dim];
-        if (dim < 3) dbias.strides[dim] = elements;
-        elements *= dim == 3 ? ceil_div<int64_t>(bias.sizes[dim], chunk) * chunk : bias.sizes[dim];
     }
+    const int64_t elements = set_strides(dbias, ceil_div<int64_t>(bias.sizes[3], chunk) * chunk);
     const bool elsewhere =
         bias.sizes[3] % chunk != 0 || reinterpret_cast<uintptr_t>(params.dbias) % 16 != 0;
     dbias.is_copy = elsewhere || params.dbias_factor != 1.f;
@@ -242,7 +245,7 @@ bool plan_fa3_decode(Workspace& workspace, ForwardParams& params, ForwardKernel&
     if (const auto count = forced("FLASH_EXT_FORCE_SPLITS"))
         splits = {*count, min_of(*count, kMaxClusterSplits)};
     kernel.head_dims = row->head_dims;
-    kernel.options = row->options.sets[row->options.index_for(options)];
+    kernel.options = row->options.set_for(options);
     params.changes_scores = changes_scores(options);  // a branch at run time
     params.pack_gqa_log2 = q_tiles.pack_gqa_log2;
     params.num_splits = splits.splits;
@@ -525,8 +528,7 @@ std::optional<BiasGradientKernel> fa3_bias_gradient_kernel(const BackwardParams&
     kernel.small_tiles = is_small(2, params.seqlen_q, row->small.block_q) &&
                          is_small(3, params.seqlen_k, row->small.block_kv);
     const tuning::Fa3BiasGradientShape tile = kernel.small_tiles ? row->small : row->usual;
-    kernel.ctas = forced("FLASH_EXT_FORCE_CLUSTER")
-                      .value_or(dbias_ctas(params, tile.block_q, tile.block_kv, gpu));
+    kernel.ctas = dbias_ctas(params, tile.block_q, tile.block_kv, gpu);
     return kernel;
 }
 

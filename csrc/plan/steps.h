@@ -81,7 +81,7 @@ bool choose_kernel(Plan& plan, const Row (&table)[kRows], OptionSet needed) {
     const Row* row = tuning::find_row(table, head_dims(plan.params), needed);
     if (row == nullptr) return false;
     plan.kernel.head_dims = row->head_dims;
-    plan.kernel.options = row->options.sets[row->options.index_for(needed)];
+    plan.kernel.options = row->options.set_for(needed);
     plan.params.changes_scores = changes_scores(plan.kernel.options);
     return true;
 }

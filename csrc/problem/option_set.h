@@ -34,25 +34,17 @@ constexpr OptionSet only_if(bool condition, OptionSet x) {
     return condition ? x : OptionSet::kNone;
 }
 
-// Does ScoreFunction (score.cuh) scale the scores, and change them, before they are masked?
-// Otherwise the scale is a factor of exponents.
-constexpr bool changes_scores(OptionSet set) {
+// Those for which ScoreFunction (score.cuh) scales the scores, and changes them, before they are
+// masked. Without any the scale is a factor of exponents.
+constexpr OptionSet score_options(OptionSet set) {
     using enum OptionSet;
-    return (set & (kRareScale | kSoftcap | kAlibi | kBias)) != kNone;
+    return set & (kRareScale | kSoftcap | kAlibi | kBias);
 }
-
-// Does the softcap alone change the scores? Then ScoreFunction returns its tanh, and the cap is a
-// factor of exponents, as the scale is without a softcap.
-constexpr bool only_softcap(OptionSet set) {
-    using enum OptionSet;
-    return (set & (kRareScale | kSoftcap | kAlibi | kBias)) == kSoftcap;
-}
-
-// Does ALiBi alone change the scores?
-constexpr bool only_alibi(OptionSet set) {
-    using enum OptionSet;
-    return (set & (kRareScale | kSoftcap | kAlibi | kBias)) == kAlibi;
-}
+constexpr bool changes_scores(OptionSet set) { return score_options(set) != OptionSet::kNone; }
+// Then ScoreFunction returns the softcap's tanh, and the cap is a factor of exponents, as the scale
+// is without a softcap.
+constexpr bool only_softcap(OptionSet set) { return score_options(set) == OptionSet::kSoftcap; }
+constexpr bool only_alibi(OptionSet set) { return score_options(set) == OptionSet::kAlibi; }
 
 // Does a kernel for these options visit the elements of its tiles between matmuls and softmax,
 // which takes registers?
@@ -72,6 +64,7 @@ struct OptionSets {
             if (contains(sets[i], needed)) return i;
         return -1;
     }
+    constexpr OptionSet set_for(OptionSet needed) const { return sets[index_for(needed)]; }
 };
 
 }  // namespace flash_ext

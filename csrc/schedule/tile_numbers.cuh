@@ -36,21 +36,24 @@ inline int64_t tile_count(const AttentionParams& params, const QueryTiles& tiles
            tile_numbers(params, params.seqlen_q, tiles.queries);
 }
 
-// The varlen sequence that a tile number belongs to: the last one whose first number is not above
-// it.
-FLASH_HOST_DEVICE int find_sequence(const int* cu_seqlens, int batch, int total, int block,
-                                    int number) {
+// The varlen sequence that a number belongs to: the last one whose first number, first_of(seq_idx),
+// is not above it.
+template <class FirstOf>
+FLASH_HOST_DEVICE int find_sequence(int batch, int number, FirstOf first_of) {
     int low = 0;
     int high = batch + 2;
     while (high - low > 1) {
         const int middle = (low + high) / 2;
-        if (first_tile(varlen_begin(cu_seqlens, middle, total), middle, block) <= number) {
-            low = middle;
-        } else {
-            high = middle;
-        }
+        (first_of(middle) <= number ? low : high) = middle;
     }
     return low;
+}
+// The same for tile numbers.
+FLASH_HOST_DEVICE int find_sequence(const int* cu_seqlens, int batch, int total, int block,
+                                    int number) {
+    return find_sequence(batch, number, [&](int seq_idx) {
+        return first_tile(varlen_begin(cu_seqlens, seq_idx, total), seq_idx, block);
+    });
 }
 
 // A tile number as sequence and tile. Padding tiles are past the end of the sequence.

@@ -35,11 +35,7 @@ FLASH_HOST_DEVICE KeyGroup key_group(const QuantizeParams& params, int batch, in
         const auto first_of = [&](int seq_idx) {
             return first_group(varlen_begin(offsets, seq_idx, params.rows), seq_idx, kKeyGroup);
         };
-        int seq_idx = 0;  // the last sequence that does not begin after the group
-        for (int end = params.batch + 2; end - seq_idx > 1;) {
-            const int middle = (seq_idx + end) / 2;
-            (first_of(middle) <= index ? seq_idx : end) = middle;
-        }
+        const int seq_idx = find_sequence(params.batch, index, first_of);
         begin = varlen_begin(offsets, seq_idx, params.rows);
         length = varlen_rows(offsets, seq_idx, params.batch, params.rows, begin);
         index -= first_of(seq_idx);
