@@ -51,7 +51,6 @@ std::string refusal(const char* op, const Arguments&... arguments) {
     return take<std::string>(result);
 }
 
-// For arguments that are not accepted.
 template <class... Arguments>
 [[noreturn]] void refuse(const char* op, const Arguments&... arguments) {
     const std::string why = refusal(op, arguments...);

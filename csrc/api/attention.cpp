@@ -326,7 +326,7 @@ bool is_plain_call(const Tensor& q, const Options& options) {
     return !has_8_bits(q.scalar_type()) && !options.bias;
 }
 
-// fwd into `out`. Returns lse.
+// Returns lse.
 Tensor fwd_into(const Tensor& out, const Tensor& q, const Tensor& k, const Tensor& v,
                 const Options& options) {
     if (!is_plain_call(q, options) || !accepts_into(out, q, v))
@@ -334,7 +334,7 @@ Tensor fwd_into(const Tensor& out, const Tensor& q, const Tensor& k, const Tenso
     return std::get<1>(attention_forward(q, k, v, options, out));
 }
 
-// bwd into dq, dk and dv. Returns dsink, or a tensor of shape (0).
+// Returns dsink, or a tensor of shape (0).
 Tensor bwd_into(const Tensor& dq, const Tensor& dk, const Tensor& dv, const BackwardTensors& x,
                 const Options& options) {
     if (!is_plain_call(x.q, options) || !accepts_into(dq, x.q, x.q) ||

@@ -1,4 +1,4 @@
-// The ops of attention, without their registration. See flash_ext/ops/ for their contract.
+// The ops of attention. See flash_ext/ops/ for their contract.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -51,7 +51,6 @@ struct Options {
     bool batch_invariant = false;
     std::string variant = "auto";
 
-    // All of them, for what passes them on.
     auto fields() {
         return std::tie(scale, causal, window_left, window_right, softcap, alibi_slopes, bias,
                         mask_kv_tiles, mask_q_tiles, mask_words, sink, cu_seqlens_q, cu_seqlens_k,
@@ -89,7 +88,6 @@ inline std::optional<Tensor> if_defined(const Tensor& tensor) {
 Tensor empty_strided(const Tensor& x, const std::vector<int64_t>& sizes,
                      const std::vector<int64_t>& strides, torch::headeronly::ScalarType dtype);
 
-// The same, contiguous.
 inline Tensor empty(const Tensor& x, const std::vector<int64_t>& shape,
                     torch::headeronly::ScalarType dtype) {
     std::vector<int64_t> strides(shape.size());
@@ -101,7 +99,6 @@ inline Tensor empty(const Tensor& x, const std::vector<int64_t>& shape,
     return empty_strided(x, shape, strides, dtype);
 }
 
-// The same, of x's shape and dtype.
 inline Tensor contiguous_like(const Tensor& x) {
     return empty(x, {x.sizes().begin(), x.sizes().end()}, x.scalar_type());
 }

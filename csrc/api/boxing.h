@@ -40,7 +40,6 @@ constexpr size_t count_of_arguments() {
     return 1;
 }
 
-// The next argument, or arguments.
 template <class T>
 T take(const StableIValue*& stack) {
     if constexpr (HasFields<T>) {

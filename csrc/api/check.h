@@ -79,7 +79,6 @@ const T* data_of(const std::optional<Tensor>& tensor) {
     return tensor ? static_cast<const T*>(tensor->data_ptr()) : nullptr;
 }
 
-// The GPU of the call.
 inline const GpuModel& device_of(const Tensor& q) {
     const GpuModel* device = find_device(q.get_device_index());
     if (device == nullptr) fail("the CUDA runtime does not see device ", q.get_device_index());

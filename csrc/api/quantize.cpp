@@ -89,7 +89,6 @@ std::optional<QuantizeParams> accept_rows(const Tensor& x, const QuantizeOptions
     return params;
 }
 
-// The same for quantization to x_8bit.
 std::optional<QuantizeParams> accept_quantize(const Tensor& x, const std::string& scales,
                                               const QuantizeOptions& options, ScalarType dtype) {
     std::optional<QuantizeParams> params = accept_rows(x, options);
@@ -109,7 +108,6 @@ std::optional<QuantizeParams> accept_quantize(const Tensor& x, const std::string
     return accepted ? params : std::nullopt;
 }
 
-// What is launched, the results, and the memory that it reads or works in.
 struct Quantization {
     QuantizeParams params;
     Tensor x_8bit, descale;
@@ -179,7 +177,6 @@ struct Mean {
     Tensor aligned, sums;
 };
 
-// Of every step-th row.
 Mean mean_of(const Tensor& x, const std::optional<Tensor>& cu_seqlens,
              const std::optional<Tensor>& seqused, int step = 1) {
     const auto accepted = accept_rows(x, {.cu_seqlens = cu_seqlens, .seqused = seqused});

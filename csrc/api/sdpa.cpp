@@ -176,7 +176,6 @@ bool runs_flash(const Tensor& q, const Tensor& k, const Tensor& v, double dropou
     return q.size(q.dim() - 1) == v.size(v.dim() - 1) && runs(q, k, v, dropout_p, options);
 }
 
-// torch's choice, at the time of the backward pass.
 bool is_deterministic() {
     return at::globalContext == nullptr || at::globalContext().deterministicAlgorithms();
 }

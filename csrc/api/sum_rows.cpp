@@ -49,7 +49,6 @@ StatisticsView statistics_of(const Tensor& lse) {
     return {static_cast<float*>(lse.data_ptr()), lse.stride(0), lse.stride(1)};
 }
 
-// The sum of `parts`, each from a row of `firsts` on.
 SumRowsParams params_of(const Tensor& out, const std::vector<Tensor>& parts,
                         const std::vector<int64_t>& firsts) {
     SumRowsParams params{};

@@ -23,7 +23,6 @@ inline constexpr Variant kFastestVariant = Variant::kFa3;
 
 constexpr const char* name_of(Variant variant) { return kVariantNames[static_cast<int>(variant)]; }
 
-// What plans know of a GPU.
 struct GpuModel {
     int major = 0;  // compute capability
     int minor = 0;
@@ -83,7 +82,6 @@ struct Operand {
         }
         return copy;
     }
-    // Of a contiguous tensor.
     int64_t bytes() const { return element_bytes * sizes[0] * sizes[1] * sizes[2] * sizes[3]; }
     TensorView view() const { return {data, strides[0], strides[1], strides[2]}; }
 };

@@ -98,7 +98,7 @@ inline TileOrder with_whole_heads(TileOrder order, int64_t bytes_per_head, const
     return order;
 }
 
-// The order of Q tiles, each with all splits of its keys. The tiles of a head share K and V.
+// Each Q tile with all splits of its keys. The tiles of a head share K and V.
 inline TileOrder forward_tile_order(const AttentionParams& params, const MaskSummary& mask,
                                     const QueryTiles& tiles, HeadDims dims, int ctas_per_sm,
                                     const GpuModel& gpu, int splits = 1,

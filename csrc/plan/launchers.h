@@ -38,7 +38,6 @@ struct TiledBias {
 };
 inline constexpr int kBiasTile = 128;  // the most rows and columns of a tile
 
-// The kernel of a forward.
 struct ForwardKernel {
     HeadDims head_dims{};           // of its row in the tuning table
     OptionSet options;              // of the sets in this row
@@ -59,7 +58,6 @@ struct WideTileOrders {
     TileOrder queries;
 };
 
-// FA3's kernel for the gradient of a bias.
 struct BiasGradientKernel {
     HeadDims head_dims;
     bool small_tiles;
@@ -70,7 +68,6 @@ struct BiasGradientKernel {
 // kernels/fa3/stored_dbias.cuh.
 enum class StoredDBias { kNo, kStored, kAdded };
 
-// The kernels of a backward.
 struct BackwardKernel {
     HeadDims head_dims{};
     OptionSet options;
@@ -190,13 +187,10 @@ cudaError_t token_mean(const QuantizeParams& params, cudaStream_t stream, bool p
 cudaError_t quantize_qkv(const QuantizeParams& q, const QuantizeParams& k, const QuantizeParams& v,
                          const QuantizeParams* mean, const GpuModel& gpu, cudaStream_t stream);
 
-// Adds up rows, or attention over some keys each.
 cudaError_t sum_rows(const SumRowsParams& params, cudaStream_t stream);
 
-// Makes a mask of blocks, in one to two passes.
 cudaError_t make_mask(const MakeMaskParams& params, cudaStream_t stream);
 
-// Writes new rows of K and V into a cache.
 cudaError_t append_kv(const AppendKVParams& params, cudaStream_t stream);
 
 // --- Dispatch ---

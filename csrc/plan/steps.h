@@ -13,7 +13,6 @@
 
 namespace flash_ext {
 
-// All that is specific to a variant on the host.
 struct VariantRow {
     // Why its kernels cannot run a pass of the call; empty where they can.
     std::string (*unsupported_reason)(const Call& call, Pass pass);
@@ -55,7 +54,6 @@ inline Operand operand_of(const AttentionParams& params, const TensorView& view,
     return x;
 }
 
-// What comes before all decisions of a forward.
 void begin_plan(ForwardPlan& plan, const GpuModel& gpu);
 
 // Why no kernel of the tables runs the call with the options `needed`; empty if one does.
@@ -86,7 +84,6 @@ bool choose_kernel(Plan& plan, const Row (&table)[kRows], OptionSet needed) {
     return true;
 }
 
-// The memory of what splits store, and another kernel combines.
 inline void reserve_splits(ForwardPlan& plan) {
     ForwardParams& params = plan.params;
     plan.kernel.has_splits = true;

@@ -33,7 +33,6 @@ FLASH_HOST_DEVICE constexpr Philox4 philox4x32_7(uint32_t c0, uint32_t c1, uint3
     return {{c0, c1, c2, c3}};
 }
 
-// The mask of one (batch, head).
 struct DropoutMask {
     uint32_t key0;
     uint32_t key1;

@@ -93,7 +93,6 @@ inline MaskSummary summary_of(const AttentionParams& params) {
             .is_triangle = mask.window_right <= -mask.offset()};
 }
 
-// Every query sees every key.
 inline void lift_mask(AttentionParams& params) {
     params.window_left = params.window_right = BandMask::kUnlimited;
 }

@@ -28,7 +28,6 @@ FLASH_DEVICE void setmaxnreg_inc() {
 // Before the first wgmma that reads registers written by this thread.
 FLASH_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
-// Commits the wgmmas issued so far as a group.
 FLASH_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
 // Waits until at most kPending of the latest groups are unfinished.

@@ -10,7 +10,6 @@
 
 namespace flash_ext {
 
-// The number of tiles of dbias in a dimension.
 FLASH_HOST_DEVICE constexpr int bias_tiles(int size, int block) {
     return size == 1 ? 1 : ceil_div(size, block);
 }

@@ -54,7 +54,6 @@ struct DynamicPersistentScheduler {
     }
 };
 
-// For one launch.
 inline DynamicPersistentScheduler make_dynamic_scheduler(unsigned long long* word) {
     return {{word, launch_epoch()}};
 }

@@ -35,7 +35,6 @@ FLASH_HOST_DEVICE constexpr int row_tiles(const QuantizeParams& params, int bloc
                                         : first_tile(params.rows, params.batch + 1, block) + 1;
 }
 
-// Of all heads and batches.
 FLASH_HOST_DEVICE constexpr int64_t row_tile_count(const QuantizeParams& params, int block) {
     const int batches = params.cu_seqlens == nullptr ? max_of(params.batch, 1) : 1;
     return int64_t{batches} * row_tiles(params, block) * params.heads;

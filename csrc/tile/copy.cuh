@@ -17,7 +17,6 @@ FLASH_DEVICE char* dynamic_shared() {
     return storage;
 }
 
-// The same, as the kernel's struct.
 template <class Storage>
 FLASH_DEVICE Storage& shared_storage() {
     return *reinterpret_cast<Storage*>(dynamic_shared());
@@ -30,7 +29,6 @@ FLASH_DEVICE Element* row_pointer(const TensorView& view, int batch, int64_t row
            head * view.head_stride;
 }
 
-// A tile of a tensor in global memory.
 template <class Element>
 struct GlobalTile {
     Element* data;  // row 0, column 0

@@ -99,7 +99,6 @@ struct RegisterTile {
         return quad_max(max);
     }
 
-    // x = f(x) for the elements of a row.
     template <class Function>
     FLASH_DEVICE void map_row(int m, int i, Function f) {
 #pragma unroll

@@ -51,7 +51,6 @@ struct KMajor {
     FLASH_DEVICE explicit KMajor(uint32_t tile, int first_row = 0)
         : descriptor(matrix_descriptor<Tile, kPinned>(tile + first_row * Tile::kPitch)) {}
 
-    // The operand this many bytes further on.
     FLASH_DEVICE void move(uint32_t bytes) { descriptor = moved_descriptor(descriptor, bytes); }
 
     // The bytes from the operand's first 16 columns to its k-th.
@@ -80,7 +79,6 @@ struct MNMajor {
     FLASH_DEVICE explicit MNMajor(uint32_t tile)
         : descriptor(matrix_descriptor<Tile, kPinned>(tile)) {}
 
-    // The operand this many bytes further on.
     FLASH_DEVICE void move(uint32_t bytes) { descriptor = moved_descriptor(descriptor, bytes); }
 
     FLASH_DEVICE uint64_t at(int k) const { return descriptor + k * 16 * Tile::kPitch / 16; }

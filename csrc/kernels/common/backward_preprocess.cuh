@@ -22,7 +22,6 @@ FLASH_DEVICE uint4 load_chunk(const GlobalTile<const Element>& tile, int row, in
     return aligned ? *reinterpret_cast<const uint4*>(x) : load_8(x, tile.cols - col);
 }
 
-// The sum of the products of eight elements.
 template <class Element>
 FLASH_DEVICE float dot(const uint4& a, const uint4& b) {
     const auto* x = reinterpret_cast<const Element*>(&a);
@@ -38,7 +37,6 @@ struct RowStatistics {
     float delta;     // without dropout's factor
 };
 
-// From rowsum(dO * O), lse and its gradient.
 FLASH_DEVICE RowStatistics statistics_of(float dot, float lse, float dlse,
                                          float inverse_ds_factor) {
     if (lse == -INFINITY) return {INFINITY, 0.f};

@@ -200,7 +200,6 @@ struct BackwardTile {
           warp_d(warp_id() / kWarpsKV),
           smem(ptx::shared_address(dynamic_shared())) {}
 
-    // The Q tiles that see the KV tile.
     FLASH_DEVICE VisibleTiles q_tiles_seeing(int first_key) const {
         return VisibleTiles::of_keys<kMayBeVarlen>(mask, {first_key, first_key + kBlockKV},
                                                    kBlockQ);
@@ -369,7 +368,7 @@ struct BackwardTile {
         }
     }
 
-    // Stores what other warps need of P^T and dS^T. They may use it after a barrier.
+    // Other warps may use it after a barrier.
     FLASH_DEVICE void share_p_ds(const Scores& rP, const Scores& rdS) const {
         store_to_shared<Element, PTile>(ds_tile(), rdS, warp_key, warp_query() / 16);
         if constexpr (!kInRegisters)
@@ -409,7 +408,6 @@ struct BackwardTile {
         gemm<Element, kBlockKV>(rdQ, dS, BSkipping<KColumns, kSlice*(DQ::kN / 2)>{k});
     }
 
-    // Adds a slice of dQ_i to that in HBM.
     FLASH_DEVICE void add_dq(const DQ& rdQ, const Walk& walk, int slice) const {
         using Accum = DQAccum<BackwardTile>;
         Accum(params, sequence, walk.head, walk.q_tile(), slice)

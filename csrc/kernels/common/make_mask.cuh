@@ -25,7 +25,6 @@ FLASH_DEVICE int64_t warp_index() {
 
 // --- Intervals ---
 
-// The intervals of a query, tidy; none past the last query.
 FLASH_DEVICE KeyIntervals load_intervals(const MakeMaskParams& params, int batch, int head,
                                          int query) {
     if (query >= params.seqlen_q) return {};
@@ -220,8 +219,6 @@ __global__ void __launch_bounds__(kMakeMaskThreads)
         });
     }
 }
-
-// --- The launches ---
 
 template <auto kKernel>
 cudaError_t launch_warps(int64_t warps, const MakeMaskParams& params, cudaStream_t stream) {

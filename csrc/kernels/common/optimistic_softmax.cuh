@@ -79,7 +79,6 @@ struct OptimisticSoftmax : OnlineSoftmax<16> {
  private:
     static FLASH_DEVICE bool exceeds(float sum) { return !(sum <= kLimit); }
 
-    // Is this so in any lane of the row?
     static FLASH_DEVICE bool any_of_row(bool x) {
         return (__ballot_sync(0xffffffff, x) >> (lane_id() & ~3) & 0xf) != 0;
     }

@@ -20,7 +20,6 @@ inline constexpr int kRowsAtOnce = 32 / kLanesOfRow;
 inline constexpr int kPackPasses = kMaskBlock / (kPackThreads / kLanesOfRow);
 static_assert(kPackPasses % 2 == 0);
 
-// How the keys of a row lie in memory.
 enum class KeyLayout {
     kAligned,   // side by side, from multiples of 16 bytes on
     kAdjacent,  // side by side

@@ -13,7 +13,7 @@
 
 namespace flash_ext {
 
-// One warp each for q and k: a running maximum, 32 offsets at a time.
+// A warp each for q and k: a running maximum, 32 offsets at a time.
 __global__ void sanitize_cu_seqlens_kernel(const __grid_constant__ BackwardParams params,
                                            int* offsets_q, int* offsets_k) {
     const bool is_q = blockIdx.x == 0;

@@ -22,7 +22,6 @@ FLASH_DEVICE float log_sum_exp(float max, float sum) {
     return sum == 0.f ? -INFINITY : max * kLn2 + log2f(sum) * kLn2;
 }
 
-// Reductions over all lanes.
 FLASH_DEVICE float warp_max(float x) {
 #pragma unroll
     for (int offset = 16; offset > 2; offset /= 2)

@@ -22,7 +22,6 @@ template <class Element, int kHeadDim, int kHeadDimV, OptionSet kOptions>
 using Fa1BackwardTile = BackwardTile<Element, kHeadDim, kHeadDimV, kOptions,
                                      row_of(tuning::kFa1Backward, {kHeadDim, kHeadDimV}).plain>;
 
-// Q, dO, lse and delta of a Q tile.
 template <class Tile>
 FLASH_DEVICE void load_q_tile(const Tile& cta, const QTileWalk& walk) {
     cta.load_q(walk);

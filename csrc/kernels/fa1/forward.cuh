@@ -210,7 +210,6 @@ struct Fa1Forward {
         store_to_shared<Element, PTile>(ptx::shared_address(storage.p), rS, 0, warp_key / 16);
     }
 
-    // The warp's columns of P V_j.
     FLASH_DEVICE void multiply_v(Output& rO, int q_tile, int kv_tile) const {
         rO.clear();
         const AFromRows<PTile> p(ptx::shared_address(storage.p));

@@ -147,7 +147,6 @@ struct Fa2Forward {
 
     FLASH_DEVICE int head_k() const { return key_head(params, head); }
 
-    // The KV tiles that the CTA takes.
     FLASH_DEVICE KVTiles kv_tiles() const {
         if constexpr (kMayHaveMask) {
             if (params.tile_mask.kv_tiles != nullptr)

@@ -450,7 +450,6 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
                        s.rdK);
     }
 
-    // A KV tile that no query sees.
     FLASH_DEVICE void store_no_gradient(const State& s, const KeyTile& tile) const {
         k_pipeline.consumer_wait(s.kv);
         v_pipeline.consumer_wait(s.kv);

@@ -163,9 +163,6 @@ struct Fa3BackwardDKDV : Fa3Cta<Fa3BackwardWideParams, KeyTile> {
         return kStoresDS && (!changes_scores(kOptions) || params.ds_workspace.heads > 0);
     }
 
-    // --- Producer ---
-
-    // Fetches the KV tiles.
     FLASH_DEVICE void produce_tiles() const {
         fetch_work_tiles([&](KeyTile& tile, int linear) {
             WorkTile work = work_tile(linear, params.tile_order);
@@ -239,8 +236,6 @@ struct Fa3BackwardDKDV : Fa3Cta<Fa3BackwardWideParams, KeyTile> {
         if (warp_id() == 1) produce_kv();
         if (warp_id() == 2) produce_tiles();
     }
-
-    // --- Consumers ---
 
     enum Consumer { kDV, kDK };
 

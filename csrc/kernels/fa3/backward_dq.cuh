@@ -111,9 +111,6 @@ struct Fa3BackwardDQ : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
     // waits at the end, since the next kernel in the stream needs the results of both.
     FLASH_DEVICE void end() const { ptx::wait_for_grid_before(); }
 
-    // --- Producer ---
-
-    // Fetches the Q tiles.
     FLASH_DEVICE void produce_tiles() const {
         fetch_work_tiles([&](QueryTile& tile, int linear) {
             describe<Fa3BackwardDQ>(tile, params, work_tile(linear, params.tile_order));
@@ -122,7 +119,6 @@ struct Fa3BackwardDQ : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
         });
     }
 
-    // The K or V tiles.
     template <class Tile, bool kAllowsFetch, class Pipeline>
     FLASH_DEVICE void produce_keys(const Pipeline& pipeline, const CUtensorMap& map,
                                    const TensorView& view) const {
@@ -175,8 +171,6 @@ struct Fa3BackwardDQ : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
         if (warp_id() == 2) produce_q_do();
         if (warp_id() == 3) produce_tiles();
     }
-
-    // --- Consumers ---
 
     // The index of this thread's warpgroup among the consumers, and the first row of its warp
     // within the Q tile: computed where needed, since the loop has no registers for them.

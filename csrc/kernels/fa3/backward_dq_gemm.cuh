@@ -71,8 +71,6 @@ struct Fa3BackwardDQGemm : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
         ptx::launch_dependents();
     }
 
-    // --- Producer ---
-
     FLASH_DEVICE void produce_tiles() const {
         fetch_work_tiles([&](QueryTile& tile, int linear) {
             WorkTile work = work_tile(linear, params.tile_order);
@@ -122,8 +120,6 @@ struct Fa3BackwardDQGemm : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
         if (warp_id() == 0) produce_stages();
         if (warp_id() == 1) produce_tiles();
     }
-
-    // --- Consumers ---
 
     // The KV tiles that a consumer's rows see, for which dS was stored.
     FLASH_DEVICE VisibleTiles kv_tiles_of(const QueryTile& tile, int consumer) const {

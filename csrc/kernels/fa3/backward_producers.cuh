@@ -265,7 +265,6 @@ struct Fa3BackwardProducers : Fa3Cta<std::conditional_t<contains(kOptions, Optio
         });
     }
 
-    // lse or delta of all queries, as this kernel takes them.
     static FLASH_DEVICE const Statistic* statistics(const float* numbers,
                                                     const StatisticsRow* rows) {
         if constexpr (kTuning.by_matmul()) {

@@ -87,7 +87,6 @@ struct Fa3BiasGradient {
     using State = typename Stages::State;
     using Scores = RegisterTile<16, kBlockKV>;
 
-    // A tile of scores.
     enum StepKind : int {
         kEnd = -1,  // there are no more
         kPlain = 0,
@@ -135,7 +134,6 @@ struct Fa3BiasGradient {
         }
     }
 
-    // This cluster's tile.
     FLASH_DEVICE DBiasTile own() const {
         return dbias_tile(params.bias, static_cast<int>(blockIdx.x) / params.ctas, kBlockQ,
                           kBlockKV);
@@ -269,7 +267,6 @@ struct Fa3BiasGradient {
             : q(stages, first_row), dout(stages + kDO, first_row), k(stages + kK), v(stages + kV) {}
     };
 
-    // Starts S and dP.
     FLASH_DEVICE void issue(Scores& rS, Scores& rdP, Operands x, const State& s) const {
         const uint32_t bytes = s.stage * Stages::kStageBytes;
         x.q.move(bytes);
@@ -280,7 +277,6 @@ struct Fa3BiasGradient {
         gemm_async<Element, kHeadDimV>(rdP, x.dout, x.v, false);
     }
 
-    // P from S.
     FLASH_DEVICE void probabilities(Scores& rS, const State& s, int kind, int row) const {
         const float scale = params.scale_log2;
 #pragma unroll

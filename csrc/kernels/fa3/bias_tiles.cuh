@@ -70,7 +70,6 @@ struct BiasMap {
         return is_float32 ? encode_tensor_map<Half>(map, bias) : encode_tensor_map<Tile>(map, bias);
     }
 
-    // Loads a tile.
     template <class Tile, class Pipeline>
     FLASH_DEVICE void load(const Pipeline& pipeline, typename Pipeline::State& state,
                            const Sequence& sequence, int head, int first_query,

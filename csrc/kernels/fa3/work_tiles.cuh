@@ -130,7 +130,6 @@ struct WorkTilePipeline {
     using Descriptions = Pipeline<kStages, kTileBytes>;
     using State = typename Descriptions::State;
 
-    // A member of a kernel's SharedStorage.
     struct Storage {
         typename Descriptions::Stages stages;
         typename Descriptions::Barriers barriers;

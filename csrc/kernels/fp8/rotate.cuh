@@ -33,7 +33,6 @@ class TileRows {
  public:
     static constexpr bool kRotates = kHadamardDim > 0;
     static constexpr int kDim = kRotates ? kHadamardDim : 8;
-    // Of numbers less their mean.
     static constexpr int kMeanDivisor = kRotates ? kSumDivisor : kDifferenceDivisor;
     // Of what prepare() makes.
     static __device__ float divisor(const QuantizeParams& params) {
@@ -160,7 +159,6 @@ class TileRows {
         for_each([&](float& x) { x *= factor; });
     }
 
-    // Rounds.
     template <class Result>
     __device__ void write(WarpRows<Layout>& rows, float factor) const {
         const float factors[8] = {factor, factor, factor, factor, factor, factor, factor, factor};
@@ -188,7 +186,6 @@ class TileRows {
             }
     }
 
-    // Of the first vector.
     __device__ int column() const { return at_.column(); }
 
  private:

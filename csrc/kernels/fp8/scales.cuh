@@ -27,7 +27,7 @@ FLASH_HOST_DEVICE int64_t scale_count(const QuantizeParams& params) {
     return params.scales == Scales::kHead ? heads : heads * params.head_dim;
 }
 
-// All of them, by all threads of the grid, from the maxima.
+// By all threads of the grid.
 FLASH_DEVICE void store_descales(const QuantizeParams& params) {
     const int64_t step = int64_t{gridDim.x} * blockDim.x;
     for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < scale_count(params);

@@ -124,7 +124,6 @@ class TileStream {
  public:
     using Layout = typename Rows::Layout;
 
-    // Starts to load the first tile.
     __device__ explicit TileStream(const QuantizeParams& params)
         : storage((&shared_storage<WarpRows<Layout>>())[threadIdx.x / 32]),
           at_(params, threadIdx.x % 32) {
