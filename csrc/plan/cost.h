@@ -5,6 +5,7 @@
 // and kernel in question. Only times of one function are compared.
 #pragma once
 
+#include <bit>
 #include <cmath>
 #include <cstdint>
 
@@ -209,6 +210,9 @@ inline tuning::Fa3ForwardTile fa3_forward_tile(HeadDims dims, const AttentionPar
 
 // --- Packed GQA ---
 
+// Of the least power of two that is not below x.
+constexpr int log2_up(int x) { return x < 2 ? 0 : std::bit_width(unsigned(x - 1)); }
+
 // Tiles of block_q rows. GQA is packed if that at least halves their number and saves more bytes of
 // K and V than its results cost, which are written in float32 and read again (combine.cuh).
 inline QueryTiles query_tiles(const AttentionParams& params, const MaskSummary& mask, int block_q,
@@ -216,8 +220,7 @@ inline QueryTiles query_tiles(const AttentionParams& params, const MaskSummary& 
     const QueryTiles one_head{params.heads_q, block_q};
     const int group = group_or_one(params);
     if (!may_pack_gqa || group < 2 || group > block_q) return one_head;
-    int pack_gqa_log2 = 3;  // a load takes eight rows
-    while (1 << pack_gqa_log2 < group) ++pack_gqa_log2;
+    const int pack_gqa_log2 = max_of(log2_up(group), 3);  // a load takes eight rows
     const QueryTiles packed{params.heads_k, block_q >> pack_gqa_log2, pack_gqa_log2};
     const int64_t many = tile_count(params, one_head);
     const int64_t few = tile_count(params, packed);
@@ -233,8 +236,7 @@ inline QueryTiles query_tiles(const AttentionParams& params, const MaskSummary& 
 inline QueryTiles few_query_tiles(const AttentionParams& params, int block_q, bool may_pack_gqa) {
     const int group = may_pack_gqa ? group_or_one(params) : 1;
     const bool varlen = params.cu_seqlens_q != nullptr;
-    int pack_gqa_log2 = 0;
-    while (1 << pack_gqa_log2 < group) ++pack_gqa_log2;
+    const int pack_gqa_log2 = log2_up(group);
     if (varlen && params.seqlen_q > params.batch) return {};
     const int64_t queries = varlen ? 1 : max_of(params.seqlen_q, 1);
     if (queries << pack_gqa_log2 > block_q) return {};
@@ -245,8 +247,7 @@ inline QueryTiles few_query_tiles(const AttentionParams& params, int block_q, bo
 inline QueryTiles any_query_tiles(const AttentionParams& params, int block_q, bool may_pack_gqa) {
     const int group = may_pack_gqa ? group_or_one(params) : 1;
     if (group < 2 || group > block_q) return {params.heads_q, block_q};
-    int pack_gqa_log2 = 1;
-    while (1 << pack_gqa_log2 < group) ++pack_gqa_log2;
+    const int pack_gqa_log2 = log2_up(group);
     return {params.heads_k, block_q >> pack_gqa_log2, pack_gqa_log2};
 }
 

@@ -18,17 +18,14 @@ FLASH_DEVICE float2 column_pair(const float* of_columns, int n) {
 template <Rows kRows, class Scores, class Visit>
 FLASH_DEVICE void for_each_with_query(const float* numbers, Visit visit) {
     if constexpr (kRows == Rows::kQueries) {
+        for_each_row<Scores::kRows>([&](int m, int i, int row) {
+            const float number = numbers[row];
 #pragma unroll
-        for (int m = 0; m < Scores::kM; ++m)
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const float number = numbers[16 * m + lane_row() + 8 * i];
-#pragma unroll
-                for (int n = 0; n < Scores::kN; ++n) {
-                    visit(m, n, 2 * i, number);
-                    visit(m, n, 2 * i + 1, number);
-                }
+            for (int n = 0; n < Scores::kN; ++n) {
+                visit(m, n, 2 * i, number);
+                visit(m, n, 2 * i + 1, number);
             }
+        });
     } else {
 #pragma unroll
         for (int n = 0; n < Scores::kN; ++n) {
