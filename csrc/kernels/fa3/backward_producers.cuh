@@ -8,7 +8,6 @@
 #include "kernels/fa3/stored_dbias.cuh"
 #include "ptx/tma.cuh"
 #include "schedule/split_kv.cuh"
-#include "schedule/tile_numbers.cuh"
 #include "tile/tma_load.cuh"
 
 namespace flash_ext {

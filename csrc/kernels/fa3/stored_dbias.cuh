@@ -15,7 +15,6 @@
 #include "kernels/fa3/bias_tiles.cuh"
 #include "kernels/fa3/work_tiles.cuh"
 #include "plan/launchers.h"
-#include "ptx/memory.cuh"
 #include "ptx/tma.cuh"
 
 namespace flash_ext {
