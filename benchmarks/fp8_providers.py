@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib.util
+import importlib
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from providers import BEST_OF, Attend, Provider, Refused, Workload
+from providers import BEST_OF, FLASH_ATTN_3, Attend, Provider, Refused, Workload, flash_attn
 from torch import Tensor
 
 import flash_ext
@@ -264,11 +264,8 @@ class PackageFp8(QuantizedProvider):
 
     From its own package, or from fa3-fwd, a build of the forward alone."""
 
-    MODULES = ("flash_attn_interface", "fa3_fwd_interface")
-
     def prepare(self, x: Quantized, causal: bool) -> Callable[[], Tensor]:
-        module = next(filter(importlib.util.find_spec, self.MODULES), self.MODULES[0])
-        function = importlib.import_module(module).flash_attn_func
+        function = flash_attn(*FLASH_ATTN_3)
         heads = x.k.shape[0], x.k.shape[2]
         descales = {n: y.expand(heads).contiguous() for n, y in x.descales.items() if y is not None}
 

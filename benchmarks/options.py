@@ -8,10 +8,13 @@ options: the plain call and the same call with one option on take turns (bf16, B
 heads, d 64 and 128); an option's cost is the ratio of the medians.
 mix: packed self-attention over sequences of a long-tailed mix of lengths, beside torch's
 varlen_attn. FLOPs are 4 H d sum(len^2), halved when causal, times 2.5 for backward.
-deterministic: the plain backward call, as usual and deterministic, of flash_ext's variants and of
-SDPA's backends under torch.use_deterministic_algorithms.
-bias: one matrix a head for all batch elements, as in T5, in structure prediction (a pair bias) and
-in Swin's windows, with its gradient backward, beside SDPA's backends with the bias as attn_mask.
+deterministic: the plain backward call, as usual and deterministic, of flash_ext's variants, of
+flash-attn 4 and of SDPA's backends under torch.use_deterministic_algorithms; with many and few
+heads.
+bias: one matrix a head, for all batch elements as in T5, in structure prediction (a pair bias) and
+in Swin's windows, or one for each; with its gradient backward. Beside SDPA's backends with the bias
+as attn_mask, and cuEquivariance.
+softcap: causal, Gemma 2's shape among others, beside flash-attn 3 and 4.
 
 No call is timed before its first heads agree with float32 standard attention.
 """
@@ -19,29 +22,33 @@ No call is timed before its first heads agree with float32 standard attention.
 from __future__ import annotations
 
 import contextlib
-import functools
+import importlib.util
 import itertools
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import SimpleNamespace as Namespace
 from typing import Any
 
 import common
 import torch
 from common import SHAPES, Json
-from providers import Provider, check, collect, prepared, refusal, running
+from providers import PEERS, Provider, check, collect, prepared, refusal, running
 from timing import Timer
 from torch import Tensor
 
 import flash_ext
 import flash_ext.reference
 
-TABLES = ("options", "mix", "deterministic", "bias")  # each a method of Bench
+TABLES = ("options", "mix", "deterministic", "bias", "softcap")  # each a method of Bench
 REPEATS = " deterministic"
-REPEATING = ("fa3", "fa2"), ("flash", "cudnn")  # variants and peers of the third table
+REPEATING = (
+    ("fa3", "fa2"),
+    ("flash", "cudnn", "flash_attn_4"),
+)  # variants and peers of the third table
 PLAIN = "plain"
 # (variant, direction) of the second table; the first one has fa1 as well, whose backward would take
 # as long as all the others.
@@ -49,8 +56,11 @@ MIXED = tuple(itertools.product(("fa3", "fa2"), ("forward", "backward")))
 MEASURED = *MIXED, ("fa1", "forward")
 SIZES = SHAPES["options"]
 OPTIONS: dict[str, str] = SIZES["words"]
-BIASES = {int(d): shapes for d, shapes in SIZES["biases"].items()}  # by head dim
-BIAS_PEERS = ("efficient", "cudnn")
+# Of the tables of single shapes: by head dim lists of batch, tokens, heads, KV heads (not said: as
+# many) and the matrices of a bias (not said: one).
+SHAPED = {name: {int(d): x for d, x in SIZES[name].items()} for name in ("bias", "softcap")}
+SHAPED_PEERS = {"bias": ("efficient", "cudnn", "cuequivariance"),
+                "softcap": ("flash_attn_3", "flash_attn_4")}  # fmt: skip
 BACKWARD_ONLY = ("gradient of bias", "gradient of lse", "deterministic")
 
 
@@ -131,17 +141,34 @@ def varlen_attn(longest: int) -> Attend:
 
 
 def peer(provider: Provider) -> Attend:
-    """A provider that knows no option but a bias, as SDPA's attn_mask."""
+    """A provider with the options of a call; a bias is SDPA's attn_mask."""
 
     def attend(call: Call) -> tuple[Tensor, None]:
         q, k, v = (provider.view(x) for x in (call.q, call.k, call.v))
         with provider.around():
             if "bias" not in call.options:
-                return provider.view(provider.attend(q, k, v, call.options["causal"])), None
+                return provider.view(provider.attend(q, k, v, **call.options)), None
             sdpa = torch.nn.functional.scaled_dot_product_attention
             return provider.view(sdpa(q, k, v, attn_mask=call.options["bias"])), None
 
     return attend
+
+
+def cuequivariance(call: Call) -> tuple[Tensor, None]:
+    """Its triangle attention, where each batch element is a row."""
+    from cuequivariance_torch import triangle_attention as function
+
+    q, k, v = (x.transpose(1, 2)[None] for x in (call.q, call.k, call.v))
+    return function(q, k, v, call.options["bias"][None])[0].transpose(1, 2), None
+
+
+def peers_of(table: str) -> dict[str, Attend]:
+    """The peers of a table of single shapes that are installed."""
+    names = SHAPED_PEERS[table]
+    found = {p.name: peer(p) for p in collect([], [x for x in names if x in PEERS])[0]}
+    if "cuequivariance" in names and importlib.util.find_spec("cuequivariance_torch"):
+        found["cuequivariance"] = cuequivariance
+    return found
 
 
 @contextlib.contextmanager
@@ -188,8 +215,8 @@ def backward(
 def option_calls(sizes: Namespace, d: int, causal: bool, device: torch.device) -> dict[str, Call]:
     """The plain call, and for each of ``OPTIONS`` the same call with it."""
     batch, seqlen, heads = sizes.batch, sizes.seqlen, sizes.heads
-    normal = functools.partial(torch.randn, dtype=sizes.dtype, device=device)
-    integers = functools.partial(torch.tensor, dtype=torch.int32, device=device)
+    normal = partial(torch.randn, dtype=sizes.dtype, device=device)
+    integers = partial(torch.tensor, dtype=torch.int32, device=device)
     q, k, v = (normal(batch, seqlen, heads, d) for _ in range(3))
     plain = Call(q, k, v, {"causal": causal})
 
@@ -245,7 +272,7 @@ class Bench:
     def times(self, calls: dict[str, tuple[Call, Attend]], direction: str) -> dict[str, Json]:
         """The time of every call, taken in turns, or why there is none."""
         ready, reasons = prepared({
-            name: functools.partial(self.prepare, call, attend, direction)
+            name: partial(self.prepare, call, attend, direction)
             for name, (call, attend) in calls.items()
         })  # fmt: skip
         times = self.timer.timed(ready, 0, self.rounds)
@@ -304,41 +331,52 @@ class Bench:
 
     def deterministic(self, sizes: Namespace, d: int, causal: bool) -> Iterator[tuple[Json, Json]]:
         """The third table's cell of one head dim and mask."""
-        normal = functools.partial(torch.randn, dtype=sizes.dtype, device=self.device)
-        shape = (sizes.batch, sizes.seqlen, sizes.heads, d)
-        call = Call(*(normal(shape) for _ in range(3)), {"causal": causal})
         known = running(self.device, d, gradients=True)
         peers = list(REPEATING[1]) if self.device.type == "cuda" else []
         providers, _ = collect([v for v in REPEATING[0] if v in known], peers)
-        calls: dict[str, tuple[Call, Attend]] = {}
-        for provider, repeats in itertools.product(providers, (False, True)):
-            name = f"{provider.name}{REPEATS * repeats}"
-            if provider.ours:
-                options = call.options | {"deterministic": repeats}
-                calls[name] = replace(call, options=options), ours(provider.name)
-            else:
-                around = functools.partial(peer_context, provider, repeats)
-                calls[name] = replace(call, around=around), peer(provider)
-        results = self.times(calls, "backward")
-        add_rates(results, 10 * math.prod(shape) * sizes.seqlen * (0.5 if causal else 1))
-        add_ratios(results, lambda n: n.removesuffix(REPEATS) if n.endswith(REPEATS) else None)
-        yield {"direction": "backward"}, results
-
-    def bias(self, sizes: Namespace, d: int, causal: bool) -> Iterator[tuple[Json, Json]]:
-        """The fourth table's cells of one head dim."""
-        normal = functools.partial(torch.randn, dtype=sizes.dtype, device=self.device)
-        on_gpu = self.device.type == "cuda"
-        shapes = BIASES[d] if on_gpu else [(2, 40, 2)]
-        providers, _ = collect([], list(BIAS_PEERS) if on_gpu else [])
-        for direction, (batch, seqlen, heads) in itertools.product(("forward", "backward"), shapes):
-            q, k, v = (normal(batch, seqlen, heads, d) for _ in range(3))
-            bias = normal(1, heads, seqlen, seqlen).requires_grad_(direction == "backward")
-            call = Call(q, k, v, {"bias": bias, "causal": False})
-            plain = Call(q, k, v, {"causal": False}), ours("fa3" if on_gpu else "fa2")
-            taken = (x for x in ("fa2", "fa3") if not call.refusal(x, direction))
-            calls = {PLAIN: plain} | {x: (call, ours(x)) for x in taken}
-            calls |= {x.name: (call, peer(x)) for x in providers}
+        for batch, seqlen, heads in sizes.repeating:
+            shape, dtype = (batch, seqlen, heads, d), sizes.dtype
+            tensors = torch.randn(3, *shape, dtype=dtype, device=self.device)
+            call = Call(*tensors, {"causal": causal})
+            calls: dict[str, tuple[Call, Attend]] = {}
+            for provider, repeats in itertools.product(providers, (False, True)):
+                name = f"{provider.name}{REPEATS * repeats}"
+                if provider.heads_first:  # SDPA
+                    around = partial(peer_context, provider, repeats)
+                    calls[name] = replace(call, around=around), peer(provider)
+                else:
+                    asked = replace(call, options=call.options | {"deterministic": repeats})
+                    calls[name] = asked, (ours(provider.name) if provider.ours else peer(provider))
+            results = self.times(calls, "backward")
+            add_rates(results, 10 * math.prod(shape) * seqlen * (0.5 if causal else 1))
+            add_ratios(results, lambda n: n.removesuffix(REPEATS) if n.endswith(REPEATS) else None)
             size = {"batch": batch, "seqlen": seqlen, "heads": heads}
+            yield {"direction": "backward"} | size, results
+
+    def shaped(
+        self, table: str, sizes: Namespace, d: int, causal: bool
+    ) -> Iterator[tuple[Json, Json]]:
+        """The cells of a table of single shapes, of one head dim."""
+        normal = partial(torch.randn, dtype=sizes.dtype, device=self.device)
+        on_gpu = self.device.type == "cuda"
+        shapes = SHAPED[table].get(d, []) if on_gpu else [(2, 40, 2), (2, 40, 2, 1, 2)]
+        peers = peers_of(table) if on_gpu else {}
+        for direction, shape in itertools.product(("forward", "backward"), shapes):
+            batch, seqlen, heads, kv_heads, biases = (*shape, *(shape[2], 1)[len(shape) - 3 :])
+            q, k, v = (normal(batch, seqlen, h, d) for h in (heads, kv_heads, kv_heads))
+            plain = Call(q, k, v, {"causal": causal})
+            size: Json = {"batch": batch, "seqlen": seqlen, "heads": heads}
+            if kv_heads != heads:
+                size["kv_heads"] = kv_heads
+            option: Json = {"softcap": 50.0}
+            if table == "bias":
+                bias = normal(biases, heads, seqlen, seqlen)
+                option = {"bias": bias.requires_grad_(direction == "backward")}
+                size["per_batch"] = biases > 1
+            call = replace(plain, options=plain.options | option)
+            taken = (x for x in ("fa2", "fa3") if not call.refusal(x, direction))
+            calls = {PLAIN: (plain, ours("fa3" if on_gpu else "fa2"))}
+            calls |= {x: (call, ours(x)) for x in taken} | {n: (call, x) for n, x in peers.items()}
             yield {"direction": direction} | size, self.times(calls, direction)
             common.free_memory(self.device)
 
@@ -349,12 +387,13 @@ def size_of(table: str, sizes: Namespace) -> Json:
     if table == "mix":
         cell = {"tokens": sum(sizes.mix), "sequences": len(sizes.mix)}
         cell |= {"shortest": min(sizes.mix), "longest": max(sizes.mix)}
-    return {"dtype": str(sizes.dtype).removeprefix("torch.")} | (cell if table != "bias" else {})
+    shown = {} if table in SHAPED or table == "deterministic" else cell
+    return {"dtype": str(sizes.dtype).removeprefix("torch.")} | shown
 
 
 def failed(result: Json) -> bool:
     """Whether a call of flash_ext was wrong or failed."""
-    peers = "varlen_attn", *REPEATING[1], *BIAS_PEERS
+    peers = "varlen_attn", *REPEATING[1], *itertools.chain(*SHAPED_PEERS.values())
     return any("skipped" in r and "refused" not in r and name.removesuffix(REPEATS) not in peers
                for name, r in result["results"].items())  # fmt: skip
 
@@ -372,11 +411,12 @@ def main() -> int:
     shapes = [
         (table, d, causal)
         for table in ([args.only] if args.only else TABLES)
-        for d in args.d or (BIASES if table == "bias" else sizes.head_dims)
-        for causal in ((False,) if table == "bias" else (False, True))
+        for d in args.d or SHAPED.get(table, sizes.head_dims)
+        for causal in ((table == "softcap",) if table in SHAPED else (False, True))
     ]
     for name, d, causal in common.progress(shapes, len(shapes), "cells"):
-        for cell, results in getattr(bench, name)(sizes, d, causal):
+        table = partial(bench.shaped, name) if name in SHAPED else getattr(bench, name)
+        for cell, results in table(sizes, d, causal):
             whole = {"table": name} | size_of(name, sizes) | cell | {"d": d, "causal": causal}
             recorder.add(whole, {"results": results})
         common.free_memory(recorder.device)

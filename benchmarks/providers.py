@@ -6,6 +6,7 @@ import argparse
 import functools
 import importlib
 import importlib.metadata
+import importlib.util
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
@@ -131,18 +132,29 @@ def standard() -> Provider:
     return Provider("standard", attend)
 
 
-def package(name: str, module: str) -> Provider:
-    """flash_attn_func of a flash-attn package. Raises ImportError where it is not installed."""
-    function = importlib.import_module(module).flash_attn_func
+def flash_attn(*modules: str) -> Callable[..., Any]:
+    """flash_attn_func of the first of these modules. Raises ImportError without any."""
+    module = next(filter(importlib.util.find_spec, modules), modules[0])
+    found: Callable[..., Any] = importlib.import_module(module).flash_attn_func
+    return found
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int = 0) -> Tensor:
-        options = {"window_size": (window - 1, 0 if causal else -1)} if window else {}
+
+def package(name: str, *modules: str) -> Provider:
+    """A flash-attn package. Raises ImportError where it is not installed."""
+    function = flash_attn(*modules)
+
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int = 0, **options: Any
+    ) -> Tensor:
+        if window:
+            options["window_size"] = (window - 1, 0 if causal else -1)
         result = function(q, k, v, causal=causal, **options)
         return result[0] if isinstance(result, tuple) else result
 
     return Provider(name, attend, windows=True)
 
 
+FLASH_ATTN_3 = "flash_attn_interface", "fa3_fwd_interface"  # its own, or a build of the forward
 VARIANTS: dict[str, Callable[[], Provider]] = {
     name: (lambda name=name: variant(name)) for name in flash_ext.VARIANTS
 }
@@ -152,7 +164,7 @@ PEERS: dict[str, Callable[[], Provider]] = {
     "efficient": lambda: sdpa("efficient", SDPBackend.EFFICIENT_ATTENTION),
     "standard": standard,
     "flash_attn_2": lambda: package("flash_attn_2", "flash_attn"),
-    "flash_attn_3": lambda: package("flash_attn_3", "flash_attn_interface"),
+    "flash_attn_3": lambda: package("flash_attn_3", *FLASH_ATTN_3),
     "flash_attn_4": lambda: package("flash_attn_4", "flash_attn.cute"),
 }
 # What fa3 is compared with: the fastest of these, cell by cell, as a provider of this name.

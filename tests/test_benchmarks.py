@@ -34,6 +34,7 @@ import distributed  # noqa: E402
 import fp8_errors  # noqa: E402
 import fp8_providers  # noqa: E402
 import memory  # noqa: E402
+import models  # noqa: E402
 import options  # noqa: E402
 import providers  # noqa: E402
 import results  # noqa: E402
@@ -284,7 +285,7 @@ def test_a_variant_that_refuses_or_is_wrong(run: Run, monkeypatch: pytest.Monkey
 
 def test_fp8_is_measured(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside bfloat16, each right by its own inputs; an absent peer has its reason."""
-    for module in ("cudnn", *fp8_providers.PackageFp8.MODULES):
+    for module in ("cudnn", *providers.FLASH_ATTN_3):
         monkeypatch.setitem(sys.modules, module, None)
     given = ("--set", "fp8", "--rounds", 1, "--s", 128, "--peers", "flash", "--variants", "fa2")
     for result in (cell["providers"] for cell in run(compare.main, *given)):
@@ -439,6 +440,22 @@ def test_a_training_that_is_wrong_or_waits_for_the_cpu_has_no_speed(
     train.Bench.judge(mock.Mock(device=torch.device("cuda")), config, found, trainees)
     assert found["providers"]["fast"]["tokens_per_second"] == 100
     assert found["providers"]["slow"]["cpu_bound"] and "ms" not in found["providers"]["slow"]
+
+
+def test_whole_models(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that is not installed has its reason; one with other gradients is not timed."""
+    monkeypatch.setitem(sys.modules, "timm", None)
+    given = ("--rounds", 1, "--model", "beit_base_patch16_224", "pairformer")
+    beit, triangles = run(models.main, *given)
+    assert all("ModuleNotFoundError" in r["skipped"] for r in beit["providers"].values())
+    both = triangles["providers"]
+    assert triangles["ratio"] == pytest.approx(both["sdpa"]["ms"] / both["flash_ext"]["ms"], 1e-3)
+    assert both["sdpa"]["gradient_error"] == 0 < both["flash_ext"]["gradient_error"] < 1e-2
+
+    wrong = functools.partial(models.triangle_attention, scale=2.0)
+    monkeypatch.setattr(models, "triangle_attention", wrong)
+    (cell,) = run(models.main, "--rounds", 1, "--model", "pairformer", status=1)
+    assert "gradients by" in cell["providers"]["flash_ext"]["skipped"] and "ratio" not in cell
 
 
 def test_support_is_what_explain_says(monkeypatch: pytest.MonkeyPatch) -> None:

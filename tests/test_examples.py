@@ -26,6 +26,7 @@ sys.path.append(str(ROOT / "examples"))
 
 import cudnn_nan  # noqa: E402
 import generate  # noqa: E402
+import pairformer  # noqa: E402
 import train_gpt  # noqa: E402
 
 SMALL = ["--layers", "1", "--width", "16", "--heads", "2", "--seq", "16", "--batch", "1"]
@@ -230,3 +231,14 @@ def test_flash_ext_beside_nan(variant: str, tokens: int, rows_after: int) -> Non
     tensors = cudnn_nan.inputs(args, "cuda")
     found = cudnn_nan.measure(backend, *tensors, 5, rows_after)
     assert found.is_right, found
+
+
+def test_pairformer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """It compares, and it uses the triangle attention that it shows."""
+    monkeypatch.setattr(sys, "argv", ["", "--tokens", "8", "--blocks", "1"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert pairformer.main() == 0
+    assert "flash_ext: loss" in capsys.readouterr().out
+    wrong = functools.partial(flash_ext.triangle_attention, scale=5.0)
+    monkeypatch.setattr(flash_ext, "triangle_attention", wrong)
+    assert pairformer.main() == 1 and "TOO LARGE" in capsys.readouterr().out

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from cells import GRID
 from common import SHAPES, Json
-from options import BIAS_PEERS, MEASURED, MIXED, OPTIONS, PLAIN, REPEATS, TABLES
+from options import MEASURED, MIXED, OPTIONS, PLAIN, REPEATS, SHAPED_PEERS, TABLES
 from providers import LABELS
 
 from .tables import NO, Entry, load, mask_of, pivot, provenance, select, size_name
@@ -136,7 +136,8 @@ def options_section(folder: Path) -> Iterator[str]:
                     text = "refused" if "skipped" in r else NO
                     if "tflops" in r:
                         text = f"{r['tflops']:.0f} ({r.get('ratio', math.nan):.2f})"
-                    yield (f"d {c['d']}, {mask_of(c)}",), name.removesuffix(REPEATS), text
+                    size = f"{c['batch']} x {c['seqlen']}, {c['heads']} heads of {c['d']}"
+                    yield (f"{size}, {mask_of(c)}",), name.removesuffix(REPEATS), text
 
     def mixed() -> Iterator[Entry]:
         for variant, direction in MIXED:
@@ -152,7 +153,7 @@ def options_section(folder: Path) -> Iterator[str]:
     yield f"{provenance(rows)}. Time over that of the plain call, full / causal: {size}."
     yield pivot(["option"], options(), columns)
     yield (
-        "Backward calls that repeat bit by bit, of the same shapes; SDPA's backends under"
+        "Backward calls that repeat bit by bit; SDPA's backends under"
         " torch.use_deterministic_algorithms."
     )
     yield pivot(["TFLOP/s (time over the usual)"], repeating())
@@ -165,31 +166,38 @@ def options_section(folder: Path) -> Iterator[str]:
         yield pivot(["TFLOP/s"], mixed())
     if biases := select(every, table="bias"):
         yield (
-            f"A bias (1, H, S, S), {biases[0]['dtype']}: {provenance(biases)}. µs; backward with"
-            " the bias's gradient, but for the call without a bias. The peers are SDPA's"
-            " efficient and cuDNN backends; both directions of the faster one that has both."
+            f"A bias (1, H, S, S), or (B, H, S, S), {biases[0]['dtype']}: {provenance(biases)}. µs;"
+            " backward with the bias's gradient, but for the call without a bias. The peers are"
+            " SDPA's efficient and cuDNN backends and cuEquivariance; both directions of the"
+            " fastest one that has both."
         )
-        yield bias_table(biases)
+        yield shaped_table(biases, SHAPED_PEERS["bias"])
+    if capped := select(every, table="softcap"):
+        yield f"softcap, causal: {provenance(capped)}. µs; the peers are flash-attn 3 and 4."
+        yield shaped_table(capped, SHAPED_PEERS["softcap"])
 
 
-def bias_table(cells: list[Json]) -> str:
+def shaped_table(cells: list[Json], peers: tuple[str, ...]) -> str:
     """Both directions of each shape, and a peer's time of both over fa3's."""
     sums: dict[str, dict[str, list[float]]] = {}
 
     def entries() -> Iterator[Entry]:
         for c in sorted(cells, key=lambda c: c["d"]):
             ms = {name: r["ms"] for name, r in c["results"].items() if "ms" in r}
-            shape = f"{c['batch']} x {c['seqlen']}, {c['heads']} heads of {c['d']}"
+            kv = f"/{c['kv_heads']}" if c.get("kv_heads") else ""
+            shape = f"{c['batch']} x {c['seqlen']}, {c['heads']}{kv} heads of {c['d']}"
+            shape += ", one each" if c.get("per_batch") else ""
             both = sums.setdefault(shape, {})
             for name, x in ms.items():
                 both.setdefault(name, []).append(x)
-            ms["fastest peer"] = min(ms[n] for n in BIAS_PEERS if n in ms)
+            ms["fastest peer"] = min((ms[n] for n in peers if n in ms), default=math.nan)
             for name in (PLAIN, "fa3", "fa2", "fastest peer"):
-                yield (shape,), f"{c['direction']}, {name}", f"{ms[name] * 1e3:,.0f}"
+                text = f"{ms.get(name, math.nan) * 1e3:,.0f}".replace("nan", NO)
+                yield (shape,), f"{c['direction']}, {name}", text
         for shape, both in sums.items():
-            peers = [sum(both[n]) for n in BIAS_PEERS if len(both.get(n, ())) == len(PASSES)]
-            if peers:
-                yield (shape,), "both, peer over fa3", f"{min(peers) / sum(both['fa3']):.2f}"
+            times = [sum(both[n]) for n in peers if len(both.get(n, ())) == len(PASSES)]
+            if times and "fa3" in both:
+                yield (shape,), "both, peer over fa3", f"{min(times) / sum(both['fa3']):.2f}"
 
     return pivot(["shape"], entries())
 
