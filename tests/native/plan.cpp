@@ -410,6 +410,7 @@ struct Problem {
                               {"dq_semaphore", &params.dq_semaphore},
                               {"tile_count_semaphore", &params.tile_count_semaphore},
                               {"ds", &plan.kernel.ds},
+                              {"dbias_sums", &plan.kernel.dbias_sums},
                               {"bias", &plan.kernel.bias.data},
                               {"dbias", &plan.kernel.dbias.data},
                               {"q", &params.q.data},
