@@ -26,11 +26,18 @@ LAYERS = {
     "schedule": {"ptx", "tile", "problem"},
     "plan": {"tile", "problem", "schedule"},
     "kernels/common": {"ptx", "tile", "problem", "schedule", "plan"},
-    "instantiate": {"kernels/common", "kernels/fa1", "kernels/fa2", "kernels/fa3", "kernels/fp8"},
+    "instantiate": {
+        "kernels/common",
+        "kernels/fa1",
+        "kernels/fa2",
+        "kernels/fa3",
+        "kernels/fp8",
+        "kernels/short",
+    },
     "api": {"tile", "problem", "schedule", "plan"},
 }
 """The folders of csrc/, and from which others each may include."""
-for folder in ("fa1", "fa2", "fa3", "fp8"):
+for folder in ("fa1", "fa2", "fa3", "fp8", "short"):
     LAYERS[f"kernels/{folder}"] = {*LAYERS["kernels/common"], "kernels/common"}
 STABLE_HEADERS = ("torch/csrc/stable/", "torch/headeronly/", "torch/csrc/inductor/aoti_torch/c/")
 

@@ -917,7 +917,10 @@ def test_gradients_of_options_follow(native: ModuleType) -> None:
 
 GRADIENTS = (
     (dict(batch=384, heads=4, seqlen=384, d=32, sizes=(1, 4, 384, 384)), "3<32, 32>"),
-    (dict(batch=1024, heads=12, seqlen=49, d=32, sizes=(1, 12, 49, 49)), "small, 8<32, 32>"),
+    (
+        dict(batch=999, heads=12, group=2, seqlen=49, d=32, sizes=(1, 12, 49, 49)),
+        "small, 8<32, 32>",
+    ),
     (dict(batch=2, heads=2, seqlen=300, d=40, sizes=(2, 2, 300, 300)), "1<64, 64>"),
     (dict(batch=2, heads=2, seqlen=300, d=96, sizes=(1, 1, 300, 300)), "4<128, 128>"),
     (dict(batch=1, heads=2, seqlen=300, d=128, sizes=(1, 1, 1, 1)), "8<128, 128>"),
@@ -929,7 +932,7 @@ GRADIENTS = (
 def test_bias_gradient_of_fa3(call: dict, expected: str, native: ModuleType) -> None:
     """Whichever variant runs the backward, but not for a variant that was asked for by name."""
     p = problem(native, batch=call["batch"], bias=True, bias_sizes=call["sizes"])
-    p.heads_q = p.heads_k = call["heads"]
+    p.heads_q, p.heads_k = call["heads"], call["heads"] // call.get("group", 1)
     p.seqlen_q = p.seqlen_k = call["seqlen"]
     p.head_dim = p.head_dim_v = call["d"]
     for variant in ("fa1", "fa2"):
@@ -937,6 +940,65 @@ def test_bias_gradient_of_fa3(call: dict, expected: str, native: ModuleType) -> 
     p.wanted = "fa3"
     for variant in ("fa1", "fa2"):
         assert p.backward(variant).launches[-1] == f"fa3_bias_gradient, {expected}"
+
+
+SWIN: dict[str, object] = {
+    **{"batch": 1024, "heads_q": 12, "heads_k": 12, "seqlen_q": 49, "seqlen_k": 49},
+    **{"head_dim": 32, "head_dim_v": 32},
+}
+
+
+@pytest.mark.parametrize("variant", ("fa2", "fa3"))
+def test_short_sequences_have_kernels_of_their_own(variant: str, native: ModuleType) -> None:
+    """With as many CTAs as run at a time, which take equally many heads; the sums of dbias of
+    several CTAs are added by another kernel, in their order."""
+    p = problem(native, **SWIN)
+    heads = 1024 * 12
+    for plan, at_once in ((p.forward(variant), 5 * 132), (p.backward(variant), 3 * 132)):
+        each = -(-heads // at_once)
+        assert plan.launches[0].split(", ", 1)[1] == f"{-(-heads // each)}<32, 32>"
+        assert plan.bytes == 0
+    p.bias = True
+    for sizes_of, groups in (((1, 12, 49, 49), 32), ((1, 1, 1, 49), 384), ((1024, 12, 49, 1), 1)):
+        p.bias_sizes = sizes_of
+        plan = p.backward(variant)
+        assert plan.launches == [f"short_backward, {groups}<32, 32>"]
+        units = sizes_of[0] * sizes_of[1]
+        expected = {"dbias_sums": units * groups * 64 * 64 * 4} if groups > 1 else {}
+        assert sizes(plan) == expected
+    assert p.forward("fa1").launches[0].startswith("fa1_forward")
+    assert p.backward("fa1").launches[0].startswith("fa1_backward")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    (
+        *(dict(seqlen_q=65), dict(seqlen_k=65), dict(head_dim=72), dict(head_dim_v=72)),
+        *(dict(seqused=True), dict(varlen=True), dict(sink=True)),
+        *(dict(softcap=2.0), dict(alibi=True), dict(mask=True), dict(batch_invariant=True)),
+        *(dict(seqlen_k=0), dict(batch=0)),
+    ),
+    ids=str,
+)
+def test_what_short_sequences_lack(fields: dict, native: ModuleType) -> None:
+    p = problem(native, **SWIN)
+    assert p.forward("fa2").launches[0].startswith("short_forward")
+    for name, value in fields.items():
+        setattr(p, name, value)
+    for variant in ("fa2", "fa3"):
+        launches = p.forward(variant).launches
+        if "batch_invariant" not in fields:
+            launches += p.backward(variant).launches
+        assert not any(x.startswith("short") for x in launches)
+
+
+def test_grouped_heads_of_short_sequences(native: ModuleType) -> None:
+    p = problem(native, **SWIN | {"heads_k": 4})
+    for variant in ("fa2", "fa3"):
+        assert p.forward(variant).launches[0].startswith("short_forward")
+        assert p.backward(variant).launches[0].startswith(f"{variant}_backward")
+    p.seqlen_q = 2
+    assert p.forward("fa3").launches[0].startswith("fa3_decode")
 
 
 @pytest.mark.parametrize(

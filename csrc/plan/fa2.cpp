@@ -14,6 +14,7 @@ std::string fa2_unsupported_reason(const Call& call, Pass pass) {
 }
 
 void plan_fa2_forward(ForwardPlan& plan) {
+    if (plan_short_forward(plan)) return;
     // An SM has 1 KB more shared memory than a CTA may have, and reserves 1 KB for each CTA.
     constexpr int kReserved = 1024;
     ForwardParams& params = plan.params;
@@ -39,6 +40,7 @@ void plan_fa2_forward(ForwardPlan& plan) {
 }
 
 void plan_fa2_backward(BackwardPlan& plan) {
+    if (plan_short_backward(plan)) return;
     Fa2Kernels::plan_backward(plan);
     const HeadDims dims = plan.kernel.head_dims;
     const tuning::MmaBackwardShape tile = tuning::fa2_backward_shape(dims, plan.kernel.options);

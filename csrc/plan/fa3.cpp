@@ -321,6 +321,7 @@ void plan_fa3_forward(ForwardPlan& plan) {
     const GpuModel& gpu = kernel.gpu;
     const bool may_pack_gqa = may_pack_gqa_of(params);
     if (plan_fa3_decode(plan.workspace, params, kernel, plan.mask, may_pack_gqa)) return;
+    if (plan_short_forward(plan)) return;
     plan_few_queries(plan, may_pack_gqa);
     plan_bias(plan);
 
@@ -458,6 +459,7 @@ void plan_wide_backward(BackwardPlan& plan, const BackwardParams& params) {
 }
 
 void plan_fa3_backward(BackwardPlan& plan) {
+    if (plan_short_backward(plan)) return;
     BackwardParams& params = plan.params;
     BackwardKernel& kernel = plan.kernel;
     const GpuModel& gpu = kernel.gpu;

@@ -48,7 +48,8 @@ struct ForwardKernel {
     bool has_splits = false;     // stores the results of splits, which another kernel combines
     // FP8: the call's V, if another kernel makes params.v of it before; see transpose_v.cuh.
     std::optional<TensorView> row_major_v;
-    TiledBias bias;  // FA3's
+    TiledBias bias;         // FA3's
+    int ctas_per_bias = 0;  // of the kernel for short sequences; 0: it is another one
     GpuModel gpu;
 };
 
@@ -73,6 +74,8 @@ struct BackwardKernel {
     OptionSet options;
     GpuModel gpu;
     std::optional<BiasGradientKernel> bias_gradient;  // none: the common one
+    int ctas_per_bias = 0;                            // as in a forward
+    float* dbias_sums = nullptr;  // theirs, if they are several, in the workspace
     // FA3:
     bool many_queries = false;
     int lead = 0;  // see lead_of()
@@ -121,6 +124,11 @@ struct Fa2 {
     static int forward_shared_bytes();
     static int backward_shared_bytes();
 };
+// At most tuning::kShortBlock queries and keys.
+template <int kHeadDim, int kHeadDimV>
+ForwardLauncher short_forward;
+template <int kHeadDim, int kHeadDimV>
+BackwardLauncher short_backward;
 template <int kHeadDim, int kHeadDimV>
 ForwardLauncher fa3_forward;
 template <int kHeadDim, int kHeadDimV>

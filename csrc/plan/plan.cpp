@@ -182,7 +182,9 @@ void make_plan(BackwardPlan& plan, const GpuModel& gpu) {
 
 cudaError_t launch(const ForwardPlan& plan, cudaStream_t stream) {
     cudaError_t status = copy_if_any(plan.inputs, /*back=*/false, stream);
-    if (status == cudaSuccess) status = row_for(plan.variant).forward(plan, stream);
+    if (status == cudaSuccess)
+        status = plan.kernel.ctas_per_bias > 0 ? run_short_forward(plan, stream)
+                                               : row_for(plan.variant).forward(plan, stream);
     // Every GPU that runs FA3 has programmatic dependent launch.
     if (status == cudaSuccess && plan.kernel.has_splits)
         status = combine_splits(plan.params, plan.kernel.head_dims, stream,
@@ -196,7 +198,9 @@ cudaError_t launch(const BackwardPlan& plan, cudaStream_t stream) {
     cudaError_t status = copy_if_any(plan.inputs, /*back=*/false, stream);
     if (status == cudaSuccess && plan.cu_seqlens_q != nullptr)
         status = sanitize_cu_seqlens(params, plan.cu_seqlens_q, plan.cu_seqlens_k, stream);
-    if (status == cudaSuccess) status = row_for(plan.variant).backward(plan, stream);
+    if (status == cudaSuccess)
+        status = plan.kernel.ctas_per_bias > 0 ? run_short_backward(plan, stream)
+                                               : row_for(plan.variant).backward(plan, stream);
     if (status == cudaSuccess && params.dbias != nullptr &&
         plan.kernel.stored_dbias == StoredDBias::kNo)
         status = plan.kernel.bias_gradient ? run_fa3_bias_gradient(plan, stream)

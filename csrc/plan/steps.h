@@ -35,6 +35,12 @@ extern const VariantRow kFa1Row, kFa2Row, kFa3Row;
 std::optional<BiasGradientKernel> fa3_bias_gradient_kernel(const BackwardParams& params,
                                                            std::span<const Operand> operands,
                                                            const GpuModel& gpu);
+// Plan a call of short sequences, whichever variant has it; false if they are not, or for options
+// of other kernels.
+bool plan_short_forward(ForwardPlan& plan);
+bool plan_short_backward(BackwardPlan& plan);
+cudaError_t run_short_forward(const ForwardPlan& plan, cudaStream_t stream);
+cudaError_t run_short_backward(const BackwardPlan& plan, cudaStream_t stream);
 cudaError_t run_fa3_few_queries(const ForwardPlan& plan, cudaStream_t stream);
 cudaError_t run_fa3_bias_gradient(const BackwardPlan& plan, cudaStream_t stream);
 

@@ -99,6 +99,33 @@ constexpr Fa2ForwardShape fa2_forward_shape(HeadDims dims, OptionSet options,
     return less_memory ? row.small_plain : row.plain;
 }
 
+// --- Short sequences, of FA2 and FA3 ---
+
+inline constexpr int kShortBlock = 64;     // the most queries, and keys
+inline constexpr int kShortThreads = 128;  // of a CTA
+
+// More stages, or more CTAs of one stage, whose loads run beside the matmuls of others.
+struct ShortShape {
+    int stages;
+    int ctas_per_sm;
+};
+
+struct ShortRow {
+    HeadDims head_dims;
+    ShortShape forward;
+    ShortShape backward;
+    OptionSets options{2, {kDense, OptionSet::kBias}};
+};
+
+inline constexpr ShortRow kShort[] = {
+    {.head_dims = {32, 32},
+     .forward = {.stages = 2, .ctas_per_sm = 5},
+     .backward = {.stages = 2, .ctas_per_sm = 3}},
+    {.head_dims = {64, 64},
+     .forward = {.stages = 2, .ctas_per_sm = 3},
+     .backward = {.stages = 1, .ctas_per_sm = 3}},
+};
+
 // --- FA3, forward ---
 
 struct Fa3ForwardShape {

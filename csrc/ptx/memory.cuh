@@ -41,6 +41,13 @@ FLASH_DEVICE void load_pair(Element (&pair)[2], const Element* p) {
     }
 }
 
+// Sixteen bytes in one store.
+FLASH_DEVICE void st_global_v4(void* p, const uint32_t (&v)[4]) {
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v[0]), "r"(v[1]),
+                 "r"(v[2]), "r"(v[3])
+                 : "memory");
+}
+
 FLASH_DEVICE int load_acquire(const int* p) {
     int value;
     asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");

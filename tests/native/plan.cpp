@@ -95,6 +95,14 @@ int Fa2<kHeadDim, kHeadDimV>::backward_shared_bytes() {
     return 110'000;
 }
 template <int kHeadDim, int kHeadDimV>
+cudaError_t short_forward(const ForwardParams&, const ForwardKernel& kernel, cudaStream_t) {
+    return note(text("short_forward, ", kernel.ctas_per_bias), kHeadDim, kHeadDimV);
+}
+template <int kHeadDim, int kHeadDimV>
+cudaError_t short_backward(const BackwardParams&, const BackwardKernel& kernel, cudaStream_t) {
+    return note(text("short_backward, ", kernel.ctas_per_bias), kHeadDim, kHeadDimV);
+}
+template <int kHeadDim, int kHeadDimV>
 cudaError_t fa3_forward(const ForwardParams&, const ForwardKernel&, cudaStream_t) {
     return note("fa3_forward", kHeadDim, kHeadDimV);
 }
@@ -173,6 +181,8 @@ std::vector<const void*> instantiated_for_all_head_dims() {
         [&](auto d, auto dv) { keep(&Fa2<d, dv>::forward, &Fa2<d, dv>::forward_shared_bytes); });
     for_each_row<tuning::kFa2Backward>(
         [&](auto d, auto dv) { keep(&Fa2<d, dv>::backward, &Fa2<d, dv>::backward_shared_bytes); });
+    for_each_row<tuning::kShort>(
+        [&](auto d, auto dv) { keep(&short_forward<d, dv>, &short_backward<d, dv>); });
     for_each_row<tuning::kFa3Forward>([&](auto d, auto dv) { keep(&fa3_forward<d, dv>); });
     for_each_row<tuning::kFa3Decode>([&](auto d, auto dv) { keep(&fa3_decode<d, dv>); });
     for_each_row<tuning::kFa3Decode8Bits>(
@@ -400,6 +410,7 @@ struct Problem {
                               {"dq_semaphore", &params.dq_semaphore},
                               {"tile_count_semaphore", &params.tile_count_semaphore},
                               {"ds", &plan.kernel.ds},
+                              {"dbias_sums", &plan.kernel.dbias_sums},
                               {"bias", &plan.kernel.bias.data},
                               {"dbias", &plan.kernel.dbias.data},
                               {"q", &params.q.data},

@@ -8,6 +8,29 @@
 
 namespace flash_ext {
 
+// The sum of the products of eight elements.
+template <class Element>
+FLASH_DEVICE float dot(const uint4& a, const uint4& b) {
+    const auto* x = reinterpret_cast<const Element*>(&a);
+    const auto* y = reinterpret_cast<const Element*>(&b);
+    float sum = 0.f;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) sum += ptx::to_float(x[j]) * ptx::to_float(y[j]);
+    return sum;
+}
+
+struct RowStatistics {
+    float lse_log2;  // +inf for a row that sees no key, which makes its P zero
+    float delta;     // without dropout's factor
+};
+
+// From rowsum(dO * O), lse and its gradient.
+FLASH_DEVICE RowStatistics statistics_of(float dot, float lse, float dlse,
+                                         float inverse_ds_factor) {
+    if (lse == -INFINITY) return {INFINITY, 0.f};
+    return {lse * kLog2e, (dot - dlse) * inverse_ds_factor};
+}
+
 // From one value per column: those of this thread's two columns in block n of eight columns.
 FLASH_DEVICE float2 column_pair(const float* of_columns, int n) {
     return *reinterpret_cast<const float2*>(of_columns + 8 * n + lane_col());

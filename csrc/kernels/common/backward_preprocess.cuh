@@ -5,6 +5,7 @@
 // and, with params.dq_accum_zeroed, in dq_accum. Where lse is large, references (large_lse.cuh).
 #pragma once
 
+#include "kernels/common/backward_math.cuh"
 #include "kernels/common/large_lse.cuh"
 #include "kernels/common/launch.cuh"
 #include "plan/workspace_rows.cuh"
@@ -20,27 +21,6 @@ FLASH_DEVICE uint4 load_chunk(const GlobalTile<const Element>& tile, int row, in
                               bool aligned) {
     const Element* x = tile.data + row * tile.row_stride + col;
     return aligned ? *reinterpret_cast<const uint4*>(x) : load_8(x, tile.cols - col);
-}
-
-template <class Element>
-FLASH_DEVICE float dot(const uint4& a, const uint4& b) {
-    const auto* x = reinterpret_cast<const Element*>(&a);
-    const auto* y = reinterpret_cast<const Element*>(&b);
-    float sum = 0.f;
-#pragma unroll
-    for (int j = 0; j < 8; ++j) sum += ptx::to_float(x[j]) * ptx::to_float(y[j]);
-    return sum;
-}
-
-struct RowStatistics {
-    float lse_log2;  // +inf for a row that sees no key, which makes its P zero
-    float delta;     // without dropout's factor
-};
-
-FLASH_DEVICE RowStatistics statistics_of(float dot, float lse, float dlse,
-                                         float inverse_ds_factor) {
-    if (lse == -INFINITY) return {INFINITY, 0.f};
-    return {lse * kLog2e, (dot - dlse) * inverse_ds_factor};
 }
 
 // -x, halved, since a RowNumbers operand counts it twice.

@@ -1,0 +1,67 @@
+#include <algorithm>
+
+#include "plan/steps.h"
+
+namespace flash_ext {
+namespace {
+
+// Dense sequences of which all scores of a head are one tile, which the kernels keep on chip. A
+// batch-invariant call has the bits of the kernels for any length.
+bool is_short(const AttentionParams& params) {
+    const auto fits = [](int length) { return length >= 1 && length <= tuning::kShortBlock; };
+    const Bias& bias = params.bias;
+    const auto has_bias = [&](int dim, int length) {
+        return bias.sizes[dim] == 1 || bias.sizes[dim] == length;
+    };
+    return fits(params.seqlen_q) && fits(params.seqlen_k) && params.batch > 0 &&
+           params.heads_k > 0 && params.sink == nullptr && !params.batch_invariant &&
+           !has_8_bit_keys(params) && has_bias(2, params.seqlen_q) &&
+           has_bias(3, params.seqlen_k) && int64_t{params.batch} * params.heads_q < (1 << 24);
+}
+
+// The kernel, and its CTAs: as many as run at a time, if heads that share a bias are as many.
+template <class Plan>
+bool plan_short(Plan& plan, tuning::ShortShape tuning::ShortRow::* pass) {
+    const AttentionParams& params = plan.params;
+    const auto* row = tuning::find_row(tuning::kShort, head_dims(params), options_of(params));
+    if (!is_short(params) || row == nullptr) return false;
+    choose_kernel(plan, tuning::kShort, options_of(params));
+    const int64_t biases = int64_t{params.bias.sizes[0]} * params.bias.sizes[1];
+    const int64_t heads = int64_t{params.batch} * params.heads_q / biases;
+    const int64_t at_once = plan.kernel.gpu.sms * (row->*pass).ctas_per_sm;
+    const int64_t per_cta = ceil_div(heads, std::clamp<int64_t>(at_once / biases, 1, heads));
+    plan.kernel.ctas_per_bias = static_cast<int>(ceil_div(heads, per_cta));
+    return true;
+}
+
+}  // namespace
+
+bool plan_short_forward(ForwardPlan& plan) { return plan_short(plan, &tuning::ShortRow::forward); }
+
+bool plan_short_backward(BackwardPlan& plan) {
+    const BackwardParams& params = plan.params;
+    BackwardKernel& kernel = plan.kernel;
+    if (params.heads_q != params.heads_k || !plan_short(plan, &tuning::ShortRow::backward))
+        return false;
+    if (params.dbias == nullptr) return true;
+    kernel.stored_dbias = StoredDBias::kStored;
+    if (kernel.ctas_per_bias > 1)
+        plan.workspace.reserve(kernel.dbias_sums, int64_t{params.bias.sizes[0]} *
+                                                      params.bias.sizes[1] * kernel.ctas_per_bias *
+                                                      tuning::kShortBlock * tuning::kShortBlock);
+    return true;
+}
+
+cudaError_t run_short_forward(const ForwardPlan& plan, cudaStream_t stream) {
+    return dispatch_head_dims<tuning::kShort>(plan.kernel.head_dims, [&](auto dim, auto dim_v) {
+        return short_forward<dim, dim_v>(plan.params, plan.kernel, stream);
+    });
+}
+
+cudaError_t run_short_backward(const BackwardPlan& plan, cudaStream_t stream) {
+    return dispatch_head_dims<tuning::kShort>(plan.kernel.head_dims, [&](auto dim, auto dim_v) {
+        return short_backward<dim, dim_v>(plan.params, plan.kernel, stream);
+    });
+}
+
+}  // namespace flash_ext
