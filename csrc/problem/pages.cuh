@@ -108,10 +108,7 @@ struct PagedKeyCursor {
             load_rows<kAllRows>(shared, base, keys.offset<Element>(view, place), keys.rows - key,
                                 cols);
         } else {
-            load_unaligned<Tile, kThreads>(
-                shared, cols,
-                [&](int row) { return base + keys.offset<Element>(view, keys.at(key + row)); },
-                [&](int row) { return key + row < keys.rows; });
+            load_unaligned(shared, base, keys, view, cols, key);
         }
     }
 
@@ -143,6 +140,22 @@ struct PagedKeyCursor {
                 ptx::cp_async_16(shared + atom * Tile::kAtomBytes + Tile::offset(row, walk.chunk),
                                  source + atom * Tile::kAtomCols,
                                  (kAllRows || row < rows) && atom * Tile::kAtomCols + col < cols);
+        }
+    }
+
+    // Not unrolled, as in load_tile.
+    static FLASH_DEVICE void load_unaligned(uint32_t shared, const Element* base,
+                                            const PagedKeyRows& keys, const TensorView& view,
+                                            int cols, int key) {
+        const int row_chunks = Tile::kCols / Tile::kChunk;
+#pragma unroll 1
+        for (int i = threadIdx.x % kThreads; i < Tile::kRows * row_chunks; i += kThreads) {
+            const int row = i / row_chunks;
+            const int chunk = i % row_chunks;
+            const int col = chunk * Tile::kChunk;
+            const Element* source = base + keys.offset<Element>(view, keys.at(key + row)) + col;
+            const uint4 x = load_8(source, key + row < keys.rows ? cols - col : 0);
+            ptx::st_shared_v4(shared + Tile::offset(row, chunk), {x.x, x.y, x.z, x.w});
         }
     }
 };

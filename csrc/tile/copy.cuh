@@ -79,21 +79,6 @@ struct ChunkWalk {
     }
 };
 
-// A tile through registers, from rows at any address: row i begins at source_of(i), and is valid if
-// is_valid(i). Not unrolled: this path is for rare layouts, and would double the code.
-template <class Tile, int kThreads, class SourceOf, class IsValid>
-FLASH_DEVICE void load_unaligned(uint32_t shared, int cols, SourceOf source_of, IsValid is_valid) {
-    const int row_chunks = Tile::kCols / Tile::kChunk;
-#pragma unroll 1
-    for (int i = threadIdx.x % kThreads; i < Tile::kRows * row_chunks; i += kThreads) {
-        const int row = i / row_chunks;
-        const int chunk = i % row_chunks;
-        const int col = chunk * Tile::kChunk;
-        const uint4 x = load_8(source_of(row) + col, is_valid(row) ? cols - col : 0);
-        ptx::st_shared_v4(shared + Tile::offset(row, chunk), {x.x, x.y, x.z, x.w});
-    }
-}
-
 // Global to shared, asynchronously where rows are 16-byte aligned: the caller commits and waits as
 // for any cp.async. `aligned` counts only with kMayBeUnaligned; elements of unaligned rows are
 // copied one by one.
@@ -105,10 +90,18 @@ FLASH_DEVICE void load_tile(uint32_t shared, const GlobalTile<const Element>& ti
             ptx::cp_async_16(shared + offset, tile.data + row * tile.row_stride + col,
                              row < tile.rows && col < tile.cols);
         });
-    } else {
-        load_unaligned<Tile, kThreads>(
-            shared, tile.cols, [&](int row) { return tile.data + row * tile.row_stride; },
-            [&](int row) { return row < tile.rows; });
+        return;
+    }
+    // Not unrolled: this path is for rare layouts, and would double the code.
+    const int row_chunks = Tile::kCols / Tile::kChunk;
+#pragma unroll 1
+    for (int i = threadIdx.x % kThreads; i < Tile::kRows * row_chunks; i += kThreads) {
+        const int row = i / row_chunks;
+        const int chunk = i % row_chunks;
+        const int col = chunk * Tile::kChunk;
+        const uint4 x =
+            load_8(tile.data + row * tile.row_stride + col, row < tile.rows ? tile.cols - col : 0);
+        ptx::st_shared_v4(shared + Tile::offset(row, chunk), {x.x, x.y, x.z, x.w});
     }
 }
 
@@ -184,7 +177,7 @@ FLASH_DEVICE void store_tile(const GlobalTile<Element>& tile, uint32_t shared, i
         });
         return;
     }
-    // Not unrolled, as in load_unaligned.
+    // Not unrolled, as in load_tile.
     const int rows = min_of(kRows, tile.rows);
 #pragma unroll 1
     for (int i = thread; i < rows * Tile::kCols; i += kThreads) {
