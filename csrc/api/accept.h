@@ -109,6 +109,10 @@ inline bool has_shape(const Tensor& x, const std::vector<int64_t>& shape) {
     return std::equal(sizes.begin(), sizes.end(), shape.begin(), shape.end());
 }
 
+inline bool is_aligned(const Tensor& x, uintptr_t bytes) {
+    return x.numel() == 0 || reinterpret_cast<uintptr_t>(x.data_ptr()) % bytes == 0;
+}
+
 inline bool has_contiguous_rows(const Tensor& x) {
     const int64_t last = x.dim() - 1;
     return x.numel() == 0 || x.size(last) <= 1 || x.stride(last) == 1;
@@ -154,10 +158,9 @@ inline bool accepts_bias(const Tensor& bias, const Sizes& sizes, ScalarType dtyp
     return true;
 }
 
-// Is this tensor of a mask contiguous, in int32 and aligned to 16 bytes?
 inline bool is_plain_mask(const Tensor& x, const Device& device) {
     return x.scalar_type() == ScalarType::Int && x.device() == device && x.is_contiguous() &&
-           (x.numel() == 0 || reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0);
+           is_aligned(x, 16);
 }
 
 // Are these rows of runs, of as many blocks? Each matrix has its own, or all have one.

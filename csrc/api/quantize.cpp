@@ -32,11 +32,6 @@ struct QuantizeOptions {
 
 constexpr std::string_view kScalesNames[] = {"tensor", "head", "block", "channel"};
 
-// Kernels read several elements at a time.
-bool is_aligned(const Tensor& x, uintptr_t bytes) {
-    return x.numel() == 0 || reinterpret_cast<uintptr_t>(x.data_ptr()) % bytes == 0;
-}
-
 // The only GPUs with attention in FP8.
 void check_hopper(const Tensor& x) {
     const GpuModel& device = device_of(x);

@@ -62,10 +62,6 @@ struct DropoutMask {
         const uint32_t number = bits == 0 ? word : word << bits | word >> (32 - bits);
         return number < keep_threshold;
     }
-
-    FLASH_HOST_DEVICE constexpr bool keep(int row, int col) const {
-        return keep(words(row, col).v[word_of(col)], row / 8 % 2, col / 8 % 2);
-    }
 };
 
 }  // namespace flash_ext

@@ -122,7 +122,9 @@ FLASH_DEVICE uint32_t byte_permute(uint32_t x, uint32_t y, uint32_t selector) {
 
 template <class Element>
 FLASH_DEVICE Element from_float(float x) {
-    if constexpr (std::is_same_v<Element, __half>) {
+    if constexpr (std::is_same_v<Element, float>) {
+        return x;
+    } else if constexpr (std::is_same_v<Element, __half>) {
         return __float2half_rn(x);
     } else {
         return __float2bfloat16_rn(x);

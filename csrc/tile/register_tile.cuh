@@ -119,11 +119,6 @@ struct RegisterTile {
         static_assert(kM == 1);
         return reinterpret_cast<RegisterTile<16, kPiece, Number>&>(v[0][first / 8]);
     }
-    template <int kPiece>
-    FLASH_DEVICE const RegisterTile<16, kPiece, Number>& columns(int first) const {
-        static_assert(kM == 1);
-        return reinterpret_cast<const RegisterTile<16, kPiece, Number>&>(v[0][first / 8]);
-    }
 };
 
 }  // namespace flash_ext

@@ -388,7 +388,9 @@ PYBIND11_MODULE(flash_ext_native, m) {
     });
     m.def("is_kept",
           [](int64_t seed, int64_t offset, int64_t head, uint32_t threshold, int row, int col) {
-              return DropoutMask(seed, offset, head, threshold).keep(row, col);
+              const DropoutMask mask(seed, offset, head, threshold);
+              const uint32_t word = mask.words(row, col).v[DropoutMask::word_of(col)];
+              return mask.keep(word, row / 8 % 2, col / 8 % 2);
           });
 
     m.attr("variants") = std::vector<std::string>(kVariantNames, kVariantNames + kVariants);

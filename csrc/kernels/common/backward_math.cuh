@@ -103,4 +103,14 @@ FLASH_DEVICE void softmax_gradient(Scores& dp, const Scores& p, const float* min
     });
 }
 
+// An element of dbias.
+template <class Element>
+FLASH_DEVICE void store_dbias(const BackwardParams& params, int64_t index, float x) {
+    if (params.bias.type == BiasType::kFloat32) {
+        static_cast<float*>(params.dbias)[index] = x;
+    } else {
+        static_cast<Element*>(params.dbias)[index] = ptx::from_float<Element>(x);
+    }
+}
+
 }  // namespace flash_ext

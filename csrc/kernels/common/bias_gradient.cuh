@@ -96,12 +96,7 @@ struct BiasGradient {
             total *= params.dbias_factor;
             const int64_t matrix = int64_t{batch} * bias.sizes[1] + head;
             const int64_t index = (matrix * bias.sizes[2] + row) * bias.sizes[3] + col;
-            if (bias.type == BiasType::kFloat32) {
-                static_cast<float*>(params.dbias)[index] = total;
-            } else {
-                using Element = typename Tile::Element;
-                static_cast<Element*>(params.dbias)[index] = ptx::from_float<Element>(total);
-            }
+            store_dbias<typename Tile::Element>(params, index, total);
         }
     }
 };

@@ -80,12 +80,7 @@ __global__ void __launch_bounds__(kTileBiasThreads)
     auto* to = static_cast<Number*>(params.dbias) + int64_t{blockIdx.x} * params.cols;
 #pragma unroll 4
     for (int col = threadIdx.x; col < params.cols; col += kTileBiasThreads) {
-        const float x = ptx::to_float(from[col]) * params.factor;
-        if constexpr (sizeof(Number) == 4) {
-            to[col] = x;
-        } else {
-            to[col] = ptx::from_float<Number>(x);
-        }
+        to[col] = ptx::from_float<Number>(ptx::to_float(from[col]) * params.factor);
     }
 }
 

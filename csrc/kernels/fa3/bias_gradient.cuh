@@ -337,12 +337,7 @@ struct Fa3BiasGradient {
         const Bias& bias = params.bias;
         if (row >= bias.sizes[2] || col >= bias.sizes[3]) return;
         const int64_t index = (matrix * bias.sizes[2] + row) * bias.sizes[3] + col;
-        x *= params.dbias_factor;
-        if (bias.type == BiasType::kFloat32) {
-            static_cast<float*>(params.dbias)[index] = x;
-        } else {
-            static_cast<Element*>(params.dbias)[index] = ptx::from_float<Element>(x);
-        }
+        store_dbias<Element>(params, index, x * params.dbias_factor);
     }
 
     // Four elements of dbias: of the fragment of column block n and thread `thread`, over the CTAs,
