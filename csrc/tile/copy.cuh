@@ -234,14 +234,17 @@ FLASH_DEVICE void store_rows(const GlobalTile<float>& tile, const Accumulator& a
 // negative.
 template <class Accumulator, class IndexOf>
 FLASH_DEVICE void store_rows(float* target, const Accumulator& acc, IndexOf index_of) {
-    for_each_row<Accumulator::kRows>([&](int m, int i, int row) {
-        const int64_t index = index_of(row);
-        if (index < 0) return;
-        float* of_row = target + index * Accumulator::kCols + lane_col();
-        acc.for_each_pair_of_row(m, i, [&](float x, float y, int col) {
-            *reinterpret_cast<float2*>(of_row + col) = {x, y};
-        });
-    });
+#pragma unroll
+    for (int m = 0; m < Accumulator::kM; ++m)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int64_t index = index_of(16 * m + lane_row() + 8 * i);
+            if (index < 0) continue;
+            float* row = target + index * Accumulator::kCols + lane_col();
+            acc.for_each_pair_of_row(m, i, [&](float x, float y, int col) {
+                *reinterpret_cast<float2*>(row + col) = {x, y};
+            });
+        }
 }
 
 // Sixteen rows that need not be adjacent: pointer_of(row) is where each is, or null.
