@@ -27,8 +27,8 @@ FLASH_DEVICE void to_halves(uint32_t bytes, uint32_t& first, uint32_t& second) {
     } else {
         // 0x6400 + x is the half 1024 + x for x from 0 to 255: an integer plus 128.
         const uint32_t from_0 = bytes ^ 0x80808080;
-        constexpr uint32_t kLow = kOrder & 15 | (kOrder & 0xf0) << 4 | 0x4040;
-        constexpr uint32_t kHigh = kOrder >> 8 & 15 | (kOrder >> 8 & 0xf0) << 4 | 0x4040;
+        constexpr uint32_t kLow = (kOrder & 15) | (kOrder & 0xf0) << 4 | 0x4040;
+        constexpr uint32_t kHigh = (kOrder >> 8 & 15) | (kOrder >> 8 & 0xf0) << 4 | 0x4040;
         first = ptx::sub_halves(ptx::byte_permute(from_0, 0x64646464, kLow), 0x64806480);
         second = ptx::sub_halves(ptx::byte_permute(from_0, 0x64646464, kHigh), 0x64806480);
     }
@@ -58,8 +58,11 @@ struct BInOrder {
 
     FLASH_DEVICE explicit BInOrder(uint32_t address) : lane_address(address + 16 * lane_id()) {}
 
+    FLASH_DEVICE uint32_t address(int two_n, int k) const {
+        return lane_address + (two_n * (kK / 16) + k) * 512;
+    }
     FLASH_DEVICE void load_b(uint32_t (&b)[4], int two_n, int k) const {
-        ptx::ld_shared_v4(b, lane_address + (two_n * (kK / 16) + k) * 512);
+        ptx::ld_shared_v4(b, address(two_n, k));
     }
 };
 

@@ -232,11 +232,7 @@ struct QueriesAsColumns {
 #pragma unroll
         for (int k = 0; k < kKeys / 16; ++k) {
             uint32_t b[Scores::kN][2];
-#pragma unroll
-            for (int n = 0; n < Scores::kN; ++n)
-#pragma unroll
-                for (int i = 0; i < 2; ++i)
-                    b[n][i] = ptx::movmatrix_transposed(p.template pack<__half>(k, n, i));
+            transpose(b, p, k);
 #pragma unroll
             for (int two = 0; two < VTile::kCols / 32; ++two) {
                 uint32_t bytes[4];
@@ -249,6 +245,15 @@ struct QueriesAsColumns {
                 }
             }
         }
+    }
+
+    // P^T of 16 keys as B.
+    FLASH_DEVICE static void transpose(uint32_t (&b)[Scores::kN][2], const Scores& p, int k) {
+#pragma unroll
+        for (int n = 0; n < Scores::kN; ++n)
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+                b[n][i] = ptx::movmatrix_transposed(p.template pack<__half>(k, n, i));
     }
 
     template <OptionSet kOptions>
