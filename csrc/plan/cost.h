@@ -312,7 +312,7 @@ inline DecodeSplits decode_splits(const AttentionParams& params, const MaskSumma
     const int keys = keys_of_16_bits(params, mask.keys_seen);
     // What 128 keys take in a CTA that nothing but itself limits, and if memory or L2 is the limit.
     const double alone =
-        (tile == tuning::Fa3DecodeTile::kManyRows ? 0.6 : 0.36) * (of_8_bits ? 1.1 : 1.);
+        (tile == tuning::Fa3DecodeTile::kManyRows ? 0.6 : 0.36) * (of_8_bits ? 1.7 : 1.);
     const double of_memory = bytes <= gpu.l2_share ? 0.6 : 0.95;
     const auto time = [&](DecodeSplits x) {
         const int64_t ctas = tiles * x.splits;
