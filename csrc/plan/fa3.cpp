@@ -246,11 +246,10 @@ bool plan_fa3_decode(Workspace& workspace, ForwardParams& params, ForwardKernel&
         bytes || (params.pages.table != nullptr && !pages_reason(params).empty());
     if (tile == kManyRows && (beside || (2 * tiles > gpu.sms && !only_here))) return false;
 
-    DecodeSplits splits =
-        decode_splits(params, mask, tiles, tile, shape_of(tile).ctas_per_sm, gpu);
+    DecodeSplits splits = decode_splits(params, mask, tiles, tile, shape_of(tile).ctas_per_sm, gpu);
     if (const auto count = forced("FLASH_EXT_FORCE_SPLITS"))
-        splits = {*count, forced("FLASH_EXT_FORCE_CLUSTER")
-                              .value_or(min_of(*count, kMaxClusterSplits))};
+        splits = {*count,
+                  forced("FLASH_EXT_FORCE_CLUSTER").value_or(min_of(*count, kMaxClusterSplits))};
     kernel.head_dims = row->head_dims;
     kernel.options = row->options.set_for(options);
     params.changes_scores = changes_scores(options);  // a branch at run time

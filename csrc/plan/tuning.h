@@ -179,7 +179,7 @@ struct Fa3ForwardRow {
     Fa3ForwardShape usual;
     Fa3ForwardShape small_q = usual;  // for few Q tiles, and all that kernels with splits have
     Fa3ForwardShape long_keys = usual;
-    Fa3ForwardShape with_bias{};  // of kFa3Bias
+    Fa3ForwardShape with_bias{};          // of kFa3Bias
     Fa3ForwardShape with_mask = small_q;  // of kFa3Mask
     // Those of `usual` are the defaults. Measured: docs/notes/009-fa3-forward.md.
     Fa3Costs small_q_costs{};
@@ -297,9 +297,9 @@ inline constexpr Fa3DecodeRow kFa3Decode[] = {
 
 // With K and V in 8 bits. A block of 32 keys has as many bytes as 16 in 16 bits, so the numbers are
 // the same. Eight rows need half of the registers and instructions that 16 do, which the kernels of
-// 16 rows also use where there are no more (kernels/fa3/decode_blocks.cuh); with 8 warps, of which an
-// SM has two CTAs, ptxas 13.0 spills these. Other head dims are padded: columns that are zeros are
-// not read.
+// 16 rows also use where there are no more (kernels/fa3/decode_blocks.cuh); with 8 warps, of which
+// an SM has two CTAs, ptxas 13.0 spills these. Other head dims are padded: columns that are zeros
+// are not read.
 inline constexpr Fa3DecodeRow kFa3Decode8Bits[] = {
     {.head_dims = {64, 64},
      .few_rows = {.rows = 8, .stages = 3, .ctas_per_sm = 2},

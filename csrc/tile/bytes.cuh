@@ -46,7 +46,7 @@ template <int kN, int kK>
 struct BInOrder {
     static constexpr int kRows = kN;
     static constexpr int kCols = kK;
-    static constexpr int kBytes = kN * kK * 2;
+    static constexpr int kBytes = ceil_div(kN, 16) * 16 * kK * 2;
 
     // Of column n and two k, from an even one on.
     static FLASH_HOST_DEVICE constexpr int offset(int n, int k) {

@@ -471,9 +471,8 @@ Registers transposed_p(int k) {
     device::given.clear();
     device::run_warp(0, [&](int lane) {
         ByteColumns::Scores p;
-        p.for_each([&](float& x, int key, int query) {
-            x = 7 * (query + lane_col()) + key + lane_row();
-        });
+        p.for_each(
+            [&](float& x, int key, int query) { x = 7 * (query + lane_col()) + key + lane_row(); });
         uint32_t b[2][2];
         ByteColumns::transpose(b, p, k);
         std::copy(&b[0][0], &b[0][0] + 4, all[lane].begin());

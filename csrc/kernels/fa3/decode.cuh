@@ -19,8 +19,8 @@
 // K and V of 8 bits, beside Q of 16, halve the bytes. A warp's blocks are then of 32 keys, as many
 // bytes as 16 have in 16 bits. The matmuls are those of halves: K and V become halves in registers
 // (tile/bytes.cuh), and Q before the loop; keys are their rows (decode_blocks.cuh). Sums times Q's
-// and K's factors are the scores; V's descales come at the end. All calls with such inputs run here,
-// with many Q tiles, too.
+// and K's factors are the scores; V's descales come at the end. All calls with such inputs run
+// here, with many Q tiles, too.
 #pragma once
 
 #include "kernels/common/launch.cuh"
@@ -59,8 +59,8 @@ struct Fa3Decode {
     static constexpr bool kByLength = kTuning.by_length;
     static constexpr bool kPages = contains(kOptions, OptionSet::kPages);
 
-    using QTile = std::conditional_t<kBytes, BInOrder<kRows, kHeadDim>,
-                                     SharedTile<Element, kRows, kHeadDim>>;
+    using QTile =
+        std::conditional_t<kBytes, BInOrder<kRows, kHeadDim>, SharedTile<Element, kRows, kHeadDim>>;
     using KTile = SharedTile<Key, kKeys, kHeadDim>;
     using VTile = SharedTile<Key, kKeys, kHeadDimV>;
     using Factors = std::conditional_t<kBytes, ScoreFactors<kRows>, NoScoreFactors>;
@@ -227,8 +227,8 @@ struct Fa3Decode {
 
     // Applies the options and the mask.
     template <class Blocks>
-    FLASH_DEVICE void finish_scores(typename Blocks::Scores& rS, const VisibleTiles& blocks,
-                                    int i, Interval full) const {
+    FLASH_DEVICE void finish_scores(typename Blocks::Scores& rS, const VisibleTiles& blocks, int i,
+                                    Interval full) const {
         const Sequence s = sequence_not_hoisted();
         const BandMask mask = mask_of(params, s);
         const int first = kBytes ? ptx::not_hoisted(first_query) : first_query;
@@ -285,9 +285,7 @@ struct Fa3Decode {
         for (int stage = 0; block < blocks.end; block += kWarps) {
             typename Blocks::Scores rS;
             rS.clear();
-            const auto load_k_factor = [&] {
-                return factors.of_block(blocks.tile(block) * kKeys);
-            };
+            const auto load_k_factor = [&] { return factors.of_block(blocks.tile(block) * kKeys); };
             float k_factor = 1.f;
             if constexpr (kSpare) k_factor = load_k_factor();
             ptx::cp_async_wait<kPending>();
@@ -397,8 +395,10 @@ struct Fa3Decode {
         const float factor = all.sum == 0.f ? 0.f : 1.f / all.sum;
         const int query = query_of(row);
         if (col == 0)
-            params.lse[statistics_offset(params, s, head_of(row)) + query] =
-                OnlineSoftmax<16, kBytes ? 7 : 0>::lse_of(all.max, all.sum);
+            params.lse[statistics_offset(params, s, head_of(row)) + query] = OnlineSoftmax < 16,
+                                                                    kBytes ? 7
+                                                                           : 0 > ::lse_of(all.max,
+                                                                                          all.sum);
         if (col >= params.head_dim_v) return;  // a multiple of 8
         auto* target = row_pointer<Element>(params.out, s.batch, s.q_begin + query, head_of(row));
         const auto store = [&]<class Out>(Out, float4 x) {

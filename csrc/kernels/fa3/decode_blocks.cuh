@@ -55,8 +55,8 @@ struct QueriesAsRows {
     // visit(two elements, the first one's column) for a lane's elements of a row of O.
     template <class Visit>
     FLASH_DEVICE static void for_each_pair_of_row(const Output& o, int m, int i, Visit visit) {
-        o.for_each_pair_of_row(
-            m, i, [&](float x, float y, int col) { visit(x, y, col + lane_col()); });
+        o.for_each_pair_of_row(m, i,
+                               [&](float x, float y, int col) { visit(x, y, col + lane_col()); });
     }
 };
 
@@ -106,8 +106,8 @@ struct ColumnSoftmax {
         row_sum[m][i] = lane_row() == 0 ? 1.f : 0.f;
     }
 
-    // Replaces scores s by P, and updates O and the sums. Whether O is rescaled, lanes ask for their
-    // own scores: the maximum of a row, from eight lanes, is wanted only then.
+    // Replaces scores s by P, and updates O and the sums. Whether O is rescaled, lanes ask for
+    // their own scores: the maximum of a row, from eight lanes, is wanted only then.
     template <class Scores, class Output>
     FLASH_DEVICE void update(Scores& s, Output& o, float scale) {
         const auto max_of_lane = [&](int m, int i) {
@@ -122,10 +122,10 @@ struct ColumnSoftmax {
             return !(max * scale - stale_subtrahend(old_max) <= kRescaleThreshold);
         };
         bool rescale = false;
-        for_each_row([&](int m, int i, int) {
-            rescale |= exceeds(max_of_lane(m, i), row_max[m][i]);
-        });
-        if (__any_sync(0xffffffff, rescale)) for_each_row([&](int m, int i, int) {
+        for_each_row(
+            [&](int m, int i, int) { rescale |= exceeds(max_of_lane(m, i), row_max[m][i]); });
+        if (__any_sync(0xffffffff, rescale))
+            for_each_row([&](int m, int i, int) {
                 const float max =
                     reduce(max_of_lane(m, i), [](float x, float y) { return fmaxf(x, y); });
                 const float old = row_max[m][i];
@@ -288,8 +288,7 @@ struct QueriesAsColumns {
     FLASH_DEVICE static void multiply(float (&c)[Scores::kN][4], const uint32_t (&a)[4],
                                       const uint32_t (&b)[Scores::kN][2]) {
 #pragma unroll
-        for (int n = 0; n < Scores::kN; ++n)
-            ptx::mma_m16n8k16<__half>(c[n], a, b[n][0], b[n][1]);
+        for (int n = 0; n < Scores::kN; ++n) ptx::mma_m16n8k16<__half>(c[n], a, b[n][0], b[n][1]);
     }
 };
 

@@ -24,9 +24,9 @@ FLASH_DEVICE DecodeKeys<kOptions> decode_keys(const AttentionParams& params, con
     return keys;
 }
 
-// As KeyCursor, for bytes. A lane's first place in a tile stays in a register, from which the others
-// are an XOR within the swizzle and an immediate offset: computed again, as it is where the matmuls
-// need the registers, that is a third of all instructions.
+// As KeyCursor, for bytes. A lane's first place in a tile stays in a register, from which the
+// others are an XOR within the swizzle and an immediate offset: computed again, as it is where the
+// matmuls need the registers, that is a third of all instructions.
 template <class Tile>
 struct ByteCursor {
     using Byte = typename Tile::Element;
@@ -143,10 +143,10 @@ struct PagedByteLoads {
 template <class Key, OptionSet kOptions, int kWarps, class KTile, class VTile, bool kSpareRegisters>
 struct KeyLoadsOf {
     static_assert(!kPagesOfBytes<Key, kOptions> || std::is_same_v<KTile, VTile>);
-    using Type = std::conditional_t<kPagesOfBytes<Key, kOptions>,
-                                    PagedByteLoads<Key, kOptions, kWarps, KTile>,
-                                    SeparateLoads<Key, kOptions, kWarps, KTile, VTile,
-                                                  kSpareRegisters>>;
+    using Type =
+        std::conditional_t<kPagesOfBytes<Key, kOptions>,
+                           PagedByteLoads<Key, kOptions, kWarps, KTile>,
+                           SeparateLoads<Key, kOptions, kWarps, KTile, VTile, kSpareRegisters>>;
 };
 
 }  // namespace flash_ext
