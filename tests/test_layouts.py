@@ -342,50 +342,46 @@ def random_bytes(source: random.Random, cols: int, is_signed: bool) -> tuple[byt
 @pytest.mark.parametrize("is_signed", (False, True))
 @pytest.mark.parametrize(("cols", "head_dim"), ((64, 64), (64, 48), (128, 128), (256, 208)))
 def test_scores_of_bytes(cols: int, head_dim: int, is_signed: bool, layouts: ModuleType) -> None:
-    """Q K^T by fragments is the product: Q's columns have the order of K's bytes."""
+    """K Q^T by fragments is the product: Q's columns have the order of K's bytes."""
     source = random.Random(cols + head_dim)
     k, numbers = random_bytes(source, cols, is_signed)
-    q = [[source.randrange(-64, 64) for _ in range(head_dim)] for _ in range(16)]
+    q = [[source.randrange(-64, 64) for _ in range(head_dim)] for _ in range(32)]
     given = [bfloat16(x) for x in itertools.chain(*q)]
-    a = layouts.halves_of_q(cols, given, head_dim, 3)
-    b = layouts.byte_operands(is_signed, True, cols, list(k))
-    for n in (0, 1):
+    a = layouts.byte_operands(is_signed, True, cols, list(k))
+    b = layouts.halves_of_q(cols, given, head_dim, 3)
+    for m in (0, 1):
         found = [[0.0] * 16 for _ in range(16)]
         for step in range(cols // 16):
-            operands = floats(a[step]), integers(b[step][n], is_signed)
+            operands = integers(a[step][m], is_signed), floats(b[step])
             found = added(found, product(*operands))
-        for row, key in itertools.product(range(16), range(16)):
-            pairs = zip(q[row], numbers[16 * n + key][:head_dim], strict=True)
+        for key, row in itertools.product(range(16), range(16)):
+            pairs = zip(q[16 + row], numbers[16 * m + key][:head_dim], strict=True)
             wanted = 8 * sum(x * y for x, y in pairs)
-            assert found[row][key] == (wanted if row < 15 else 0), "the last row is no valid one"
+            assert found[key][row] == (wanted if row < 15 else 0), "the last row is no valid one"
 
 
 @pytest.mark.parametrize("is_signed", (False, True))
 @pytest.mark.parametrize("cols", BYTE_WIDTHS)
 def test_output_of_bytes(cols: int, is_signed: bool, layouts: ModuleType) -> None:
-    """P V by fragments is the product, in the columns in which results are stored."""
+    """V^T P^T by fragments is the product, in the rows in which results are stored."""
     source = random.Random(cols)
     v, numbers = random_bytes(source, cols, is_signed)
-    p = [[source.randrange(-9, 9) for _ in range(32)] for _ in range(16)]
-    b = layouts.byte_operands(is_signed, False, cols, list(v))
-    places = [(lane // 4 + 8 * (i % 2), lane % 4 * 2 + 8 * (i // 2)) for lane in LANES
-              for i in range(4)]  # fmt: skip
+    a = layouts.byte_operands(is_signed, False, cols, list(v))
+    b = [floats(layouts.transposed_p(step)) for step in (0, 1)]
     for part in range(cols // 64):
-        lanes = [[[0.0] * 4 for _ in range(8)] for _ in LANES]
-        for n in range(4):
+        lanes = [[[[0.0] * 4 for _ in (0, 1)] for _ in range(4)] for _ in LANES]
+        for m in range(4):
             found = [[0.0] * 16 for _ in range(16)]
             for step in (0, 1):
-                a = [[p[row][16 * step + col + e] for e in (0, 1)] for row, col in places]
-                a = [a[4 * lane : 4 * lane + 4] for lane in LANES]
-                b_fragment = integers(b[step][4 * part + n], is_signed)
-                found = added(found, product(a, b_fragment))
-            for lane, half, i in itertools.product(LANES, (0, 1), range(4)):
-                row, col = lane // 4 + 8 * (i // 2), 8 * half + lane % 4 * 2 + i % 2
-                lanes[lane][2 * n + half][i] = found[row][col]
-        stored = layouts.fours(lanes)
+                found = added(found, product(integers(a[step][4 * part + m], is_signed), b[step]))
+            for lane, n, i in itertools.product(LANES, (0, 1), range(4)):
+                row, col = lane // 4 + 8 * (i // 2), 8 * n + lane % 4 * 2 + i % 2
+                lanes[lane][m][n][i] = found[row][col]
+        stored = layouts.stored_columns(lanes)
         for row, col in itertools.product(range(16), range(64)):
             column = (x[64 * part + col] for x in numbers)
-            assert stored[row][col] == sum(x * y for x, y in zip(p[row], column, strict=True))
+            p = range(7 * row, 7 * row + 32)
+            assert stored[row][col] == sum(x * y for x, y in zip(p, column, strict=True))
 
 
 @pytest.mark.parametrize("exponent", range(-149, 128))

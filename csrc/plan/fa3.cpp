@@ -224,15 +224,21 @@ bool plan_fa3_decode(Workspace& workspace, ForwardParams& params, ForwardKernel&
     const auto* row = bytes ? tuning::find_row(tuning::kFa3Decode8Bits, head_dims(params), options)
                             : tuning::find_row(tuning::kFa3Decode, head_dims(params), options);
     if (row == nullptr) return false;
-    const auto rows_of = [&](tuning::Fa3DecodeTile tile) {
-        return tuning::fa3_decode_shape(*row, tile).rows;
+    const auto shape_of = [&](tuning::Fa3DecodeTile tile) {
+        return tuning::fa3_decode_shape(*row, tile);
     };
     const auto q_tiles_of = [&](tuning::Fa3DecodeTile tile) {
-        return few_query_tiles(params, rows_of(tile), may_pack_gqa);
+        const int rows = shape_of(tile).rows;
+        const QueryTiles few = few_query_tiles(params, rows, may_pack_gqa);
+        return bytes && tile == kManyRows && few.heads == 0
+                   ? any_query_tiles(params, rows, may_pack_gqa)
+                   : few;
     };
-    const auto tile = q_tiles_of(kFewRows).heads > 0 ? kFewRows : kManyRows;
+    const auto has_few_rows = [&](tuning::Fa3DecodeTile t) { return q_tiles_of(t).heads > 0; };
+    const auto tile = has_few_rows(kFewRows)    ? kFewRows
+                      : has_few_rows(kManyKeys) ? kManyKeys
+                                                : kManyRows;
     QueryTiles q_tiles = q_tiles_of(tile);
-    if (bytes && q_tiles.heads == 0) q_tiles = any_query_tiles(params, rows_of(tile), may_pack_gqa);
     if (q_tiles.heads == 0) return false;
     const int64_t tiles = tile_count(params, q_tiles);
     // Many tiles with many rows: not only memory is the limit.
@@ -240,10 +246,10 @@ bool plan_fa3_decode(Workspace& workspace, ForwardParams& params, ForwardKernel&
         bytes || (params.pages.table != nullptr && !pages_reason(params).empty());
     if (tile == kManyRows && (beside || (2 * tiles > gpu.sms && !only_here))) return false;
 
-    const tuning::Fa3DecodeShape shape = tuning::fa3_decode_shape(*row, tile);
-    DecodeSplits splits = decode_splits(params, mask, tiles, tile, shape.ctas_per_sm, gpu);
+    DecodeSplits splits = decode_splits(params, mask, tiles, tile, shape_of(tile).ctas_per_sm, gpu);
     if (const auto count = forced("FLASH_EXT_FORCE_SPLITS"))
-        splits = {*count, min_of(*count, kMaxClusterSplits)};
+        splits = {*count,
+                  forced("FLASH_EXT_FORCE_CLUSTER").value_or(min_of(*count, kMaxClusterSplits))};
     kernel.head_dims = row->head_dims;
     kernel.options = row->options.set_for(options);
     params.changes_scores = changes_scores(options);  // a branch at run time
@@ -251,19 +257,21 @@ bool plan_fa3_decode(Workspace& workspace, ForwardParams& params, ForwardKernel&
     params.num_splits = splits.splits;
     kernel.decode_cluster = splits.cluster;
     const bool by_length =
-        tile == kFewRows && (beside || (!forced("FLASH_EXT_FORCE_SPLITS") &&
-                                        lengths_may_matter(params, mask, kernel.decode_cluster)));
-    if (by_length)
-        kernel.by_length =
-            splits_by_length(params, q_tiles, kernel.decode_cluster, shape.ctas_per_sm, gpu);
-    if (beside) kernel.by_length.most_queries = q_tiles.queries;
-    plan_decode_splits(workspace, params, kernel, q_tiles, shape.rows);
+        tile != kManyRows && (beside || (!forced("FLASH_EXT_FORCE_SPLITS") &&
+                                         lengths_may_matter(params, mask, kernel.decode_cluster)));
     const bool one_cta_per_sm = tiles * splits.splits <= sms_of_clusters(splits.cluster, gpu);
     const bool many_keys =
         keys_of_16_bits(params, mask.keys_seen) > tuning::kFewDecodeKeys * splits.splits;
     kernel.decode_tile = by_length                                         ? kByLength
                          : tile == kFewRows && one_cta_per_sm && many_keys ? kManyKeys
                                                                            : tile;
+    const tuning::Fa3DecodeShape shape = shape_of(*kernel.decode_tile);
+    q_tiles = q_tiles_of(*kernel.decode_tile);
+    if (by_length)
+        kernel.by_length =
+            splits_by_length(params, q_tiles, kernel.decode_cluster, shape.ctas_per_sm, gpu);
+    if (beside) kernel.by_length.most_queries = q_tiles.queries;
+    plan_decode_splits(workspace, params, kernel, q_tiles, shape.rows);
     return true;
 }
 

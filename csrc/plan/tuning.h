@@ -179,7 +179,7 @@ struct Fa3ForwardRow {
     Fa3ForwardShape usual;
     Fa3ForwardShape small_q = usual;  // for few Q tiles, and all that kernels with splits have
     Fa3ForwardShape long_keys = usual;
-    Fa3ForwardShape with_bias{};  // of kFa3Bias
+    Fa3ForwardShape with_bias{};          // of kFa3Bias
     Fa3ForwardShape with_mask = small_q;  // of kFa3Mask
     // Those of `usual` are the defaults. Measured: docs/notes/009-fa3-forward.md.
     Fa3Costs small_q_costs{};
@@ -270,6 +270,7 @@ struct Fa3DecodeRow {
     Fa3DecodeShape few_rows;
     Fa3DecodeShape many_keys = few_rows;  // of few rows, where an SM has no more than one CTA
     Fa3DecodeShape many_rows = few_rows;
+    Fa3DecodeShape lengths = few_rows;  // kByLength
 };
 
 inline constexpr Fa3DecodeRow kFa3Decode[] = {
@@ -295,22 +296,28 @@ inline constexpr Fa3DecodeRow kFa3Decode[] = {
 };
 
 // With K and V in 8 bits. A block of 32 keys has as many bytes as 16 in 16 bits, so the numbers are
-// the same. Other head dims are padded: columns that are zeros are not read.
+// the same. Eight rows need half of the registers and instructions that 16 do, which the kernels of
+// 16 rows also use where there are no more (kernels/fa3/decode_blocks.cuh); with 8 warps, of which
+// an SM has two CTAs, ptxas 13.0 spills these. Other head dims are padded: columns that are zeros
+// are not read.
 inline constexpr Fa3DecodeRow kFa3Decode8Bits[] = {
     {.head_dims = {64, 64},
-     .few_rows = {.stages = 3, .ctas_per_sm = 2},
+     .few_rows = {.rows = 8, .stages = 3, .ctas_per_sm = 2},
      .many_keys = {.warps = 16, .stages = 3},
-     .many_rows = {.rows = 32, .stages = 4}},
+     .many_rows = {.rows = 32, .stages = 4},
+     .lengths = {.warps = 16, .stages = 3}},
     {.head_dims = {128, 128},
-     .few_rows = {.stages = 1, .ctas_per_sm = 2},
+     .few_rows = {.rows = 8, .stages = 1, .ctas_per_sm = 2},
      .many_keys = {.warps = 16, .stages = 1},
-     .many_rows = {.rows = 32, .stages = 2}},
+     .many_rows = {.rows = 32, .stages = 2},
+     .lengths = {.warps = 16, .stages = 1}},
     {.head_dims = {256, 256}, .few_rows = {.stages = 1}},
 };
 
 constexpr Fa3DecodeShape fa3_decode_shape(const Fa3DecodeRow& row, Fa3DecodeTile tile) {
     Fa3DecodeShape shape = tile == Fa3DecodeTile::kManyRows   ? row.many_rows
                            : tile == Fa3DecodeTile::kManyKeys ? row.many_keys
+                           : tile == Fa3DecodeTile::kByLength ? row.lengths
                                                               : row.few_rows;
     shape.by_length = tile == Fa3DecodeTile::kByLength;
     return shape;

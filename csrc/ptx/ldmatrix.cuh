@@ -1,5 +1,6 @@
 // ldmatrix: four 8x8 matrices of 16-bit elements from shared memory to the warp's registers.
-// PTX ISA, "Warp-level matrix load instruction: ldmatrix".
+// movmatrix: transposes one in registers. PTX ISA, "Warp-level matrix load instruction: ldmatrix",
+// "Warp-level matrix transpose instruction: movmatrix".
 #pragma once
 
 #include <cstdint>
@@ -21,6 +22,12 @@ FLASH_DEVICE void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) {
                      : "r"(address)
                      : "memory");
     }
+}
+
+FLASH_DEVICE uint32_t movmatrix_transposed(uint32_t x) {
+    uint32_t y;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+    return y;
 }
 
 }  // namespace flash_ext::ptx

@@ -12,6 +12,7 @@
 
 #include "device.h"
 #include "kernels/fa3/backward.cuh"
+#include "kernels/fa3/decode_blocks.cuh"
 #include "kernels/fa3/decode_scales.cuh"
 #include "kernels/fa3/forward_fp8.cuh"
 #include "kernels/fp8/transpose_v.cuh"
@@ -385,12 +386,12 @@ Registers fragments(const std::string& operand, int cols, int first_row, int fir
 
 constexpr int kByteKeys = 32;
 
-// All B operands of a tile of 32 keys (bytes, row by row), of K by steps of 16 columns or of V by
-// steps of 16 keys: [step][n][lane].
+// All A operands of a tile of 32 keys (bytes, row by row), of K by steps of 16 columns or of V by
+// steps of 16 keys: [step][m][lane].
 template <class Byte, int kCols, bool kOfKeys>
 std::vector<std::vector<Registers>> byte_operands(const std::vector<uint8_t>& bytes) {
     using Tile = SharedTile<Byte, kByteKeys, kCols>;
-    using Operand = std::conditional_t<kOfKeys, BFromByteRows<Tile>, BFromByteColumns<Tile>>;
+    using Operand = std::conditional_t<kOfKeys, AFromByteRows<Tile>, AFromByteColumns<Tile>>;
     constexpr int kSteps = kOfKeys ? kCols / 16 : kByteKeys / 16;
     constexpr int kBlocks = kOfKeys ? kByteKeys / 16 : kCols / 16;
     for (int row = 0; row < kByteKeys; ++row)
@@ -399,11 +400,12 @@ std::vector<std::vector<Registers>> byte_operands(const std::vector<uint8_t>& by
     std::vector all(kSteps, std::vector(kBlocks, Registers(32)));
     device::run_warp(0, [&](int lane) {
         const Operand operand(0);
-        for (int k = 0; k < kSteps; ++k)  // in gemm()'s order
-            for (int n = 0; n < kBlocks; ++n) {
-                uint32_t b[4];
-                operand.load_b(b, n, k);
-                std::copy(b, b + 4, all[k][n][lane].begin());
+        for (int k = 0; k < kSteps; ++k)
+            for (int m = 0; m < kBlocks; ++m) {
+                uint32_t loaded[4], a[4];
+                operand.load_bytes(loaded, kOfKeys ? m : m / 2, kOfKeys ? k / 2 : k);
+                operand.to_a(a, loaded, (kOfKeys ? k : m) % 2);
+                std::copy(a, a + 4, all[k][m][lane].begin());
             }
     });
     return all;
@@ -429,28 +431,26 @@ std::vector<std::vector<Registers>> any_byte_operands(bool is_signed, bool of_ke
     return is_signed ? of_width(Int8{}) : of_width(Float8{});
 }
 
-// The A operands of 16 rows of Q (bfloat16, row by row) as the decoding kernel stores them, times
-// 2^power: [step][lane].
+// The B operands of 32 rows of Q (bfloat16, row by row) as the decoding kernel stores them, times
+// 2^power, of the second 16: [step][lane].
 template <int kCols>
 std::vector<Registers> halves_of_q(const std::vector<uint16_t>& q, int head_dim, int power) {
-    using Tile = SharedTile<__half, 16, kCols>;
+    using Tile = BInOrder<32, kCols>;
     std::memset(storage, 0xff, Tile::kBytes);
-    for (int row = 0; row < 16; ++row)
+    for (int row = 0; row < 32; ++row)
         for (int lane = 0; lane < 32; ++lane) {
             threadIdx = {unsigned(lane)};
             RowToHalves<Tile> halves;
-            halves.load(reinterpret_cast<const __half*>(&q[row * head_dim]), row < 15, head_dim);
+            halves.load(reinterpret_cast<const __half*>(&q[row * head_dim]), row < 31, head_dim);
             halves.template store<Half>(0, row, power);
         }
     std::vector all(kCols / 16, Registers(32));
-    device::run_warp(0, [&](int lane) {
-        const AFromRows<Tile> operand(0);
-        for (int k = 0; k < kCols / 16; ++k) {
-            uint32_t a[4];
-            operand.load_a(a, 0, k);
-            std::copy(a, a + 4, all[k][lane].begin());
-        }
-    });
+    for (int lane = 0; lane < 32; ++lane) {
+        threadIdx = {unsigned(lane)};
+        const Tile operand(0);
+        for (int k = 0; k < kCols / 16; ++k)
+            std::memcpy(all[k][lane].data(), storage + operand.address(1, k), 16);
+    }
     return all;
 }
 
@@ -461,18 +461,42 @@ std::vector<Registers> any_halves_of_q(int cols, const std::vector<uint16_t>& q,
                          : halves_of_q<256>(q, head_dim, power);
 }
 
-// The 16 x 64 result whose lanes have these elements [lane][n][i], row by row.
-std::vector<std::vector<float>> fours(const std::vector<std::vector<std::array<float, 4>>>& given) {
+using ByteColumns = QueriesAsColumns<BInOrder<16, 64>, SharedTile<Float8, kByteKeys, 64>,
+                                     SharedTile<Float8, kByteKeys, 64>, 16>;
+
+// P^T as B, in bfloat16, of 16 keys from 16 k on and 16 queries: each element 7 query + key.
+Registers transposed_p(int k) {
+    Registers all(32);
+    device::shuffle = device::shuffle_of_warp;
+    device::given.clear();
+    device::run_warp(0, [&](int lane) {
+        ByteColumns::Scores p;
+        p.for_each(
+            [&](float& x, int key, int query) { x = 7 * (query + lane_col()) + key + lane_row(); });
+        uint32_t b[2][2];
+        ByteColumns::transpose(b, p, k);
+        std::copy(&b[0][0], &b[0][0] + 4, all[lane].begin());
+    });
+    device::shuffle = nullptr;
+    return all;
+}
+
+// The rows (16 queries, 64 columns) as they are stored of a result O^T whose lanes have these
+// elements [lane][m][n][i].
+std::vector<std::vector<float>> stored_columns(
+    const std::vector<std::vector<std::vector<std::array<float, 4>>>>& given) {
     std::vector all(16, std::vector<float>(64));
     for (int lane = 0; lane < 32; ++lane) {
         threadIdx = {unsigned(lane)};
-        RegisterTile<16, 64> acc;
-        for (int n = 0; n < 8; ++n) std::copy_n(given[lane][n].begin(), 4, acc.v[0][n]);
-        for (int i = 0; i < 2; ++i)
-            for_each_four_of_row(acc, 0, i, [&](float4 x, int col) {
-                const float four[] = {x.x, x.y, x.z, x.w};
-                std::copy_n(four, 4, &all[lane_row() + 8 * i][col]);
-            });
+        ByteColumns::Output o;
+        for (int m = 0; m < o.kM; ++m)
+            for (int n = 0; n < 2; ++n) std::copy_n(given[lane][m][n].begin(), 4, o.v[m][n]);
+        for (int n = 0; n < 2; ++n)
+            for (int i = 0; i < 2; ++i)
+                ByteColumns::for_each_pair_of_row(o, n, i, [&](float x, float y, int col) {
+                    all[8 * n + ByteColumns::row_of_lane(i)][col] = x;
+                    all[8 * n + ByteColumns::row_of_lane(i)][col + 1] = y;
+                });
     }
     return all;
 }
@@ -690,7 +714,8 @@ PYBIND11_MODULE(flash_ext_layouts, m) {
     m.def("from_accumulator", &from_accumulator);
     m.def("byte_operands", &any_byte_operands);
     m.def("halves_of_q", &any_halves_of_q);
-    m.def("fours", &fours);
+    m.def("transposed_p", &transposed_p);
+    m.def("stored_columns", &stored_columns);
     m.def("power_to_halves", [](float largest) {
         const int power = power_to_halves(largest);
         return std::tuple(power, to_power_of_two(power), to_power_of_two(-power));

@@ -63,15 +63,18 @@ FLASH_DEVICE float subtrahend(float max) { return is_large(max) ? 0.f : max; }
 // infinite or NaN, which tells the caller.
 FLASH_DEVICE float stale_subtrahend(float max) { return is_large(max) ? -INFINITY : max; }
 
-// If m is large, replaces the scores of row 16 m + lane_row() + 8 i: by 0 if they count, or else by
-// numbers whose P are 0.
+// In place of a score of a row with a large m: 0 if it counts, or else a number whose P is 0.
+template <class Scale>
+FLASH_DEVICE float centered(float score, float max, Scale scale) {
+    return (round_up(score, scale) - finite_max(max)) * 0x1p100f;  // by far more than 1 / scale
+}
+
+// The same for row 16 m + lane_row() + 8 i, if its m is large.
 template <class Scores, class Scale>
 FLASH_DEVICE void center_large(Scores& s, int m, int i, float max, Scale scale) {
     if (!is_large(max)) [[likely]]
         return;
-    s.map_row(m, i, [&](float x) {
-        return (round_up(x, scale) - finite_max(max)) * 0x1p100f;  // by far more than 1 / scale
-    });
+    s.map_row(m, i, [&](float x) { return centered(x, max, scale); });
 }
 
 // Row 16 m + lane_row() + 8 i of P from its scores: 2^(s scale - subtracted). Returns `sum` and the
@@ -113,8 +116,13 @@ struct OnlineSoftmax {
     float row_max[kM][2];  // m; -inf until the row has seen a key
     float row_sum[kM][2];  // this lane's share
 
+    template <class Visit>
+    FLASH_DEVICE static void for_each_row(Visit visit) {
+        flash_ext::for_each_row<kRows>(visit);
+    }
+
     FLASH_DEVICE OnlineSoftmax() {
-        for_each_row<kRows>([&](int m, int i, int) {
+        for_each_row([&](int m, int i, int) {
             row_max[m][i] = -INFINITY;
             row_sum[m][i] = 0.f;
         });
@@ -122,7 +130,7 @@ struct OnlineSoftmax {
 
     // A score that every row has before its first key, with the value 0: it counts only in the sum.
     FLASH_DEVICE void begin_with(float score) {
-        for_each_row<kRows>([&](int m, int i, int) { begin_with(score, m, i); });
+        for_each_row([&](int m, int i, int) { begin_with(score, m, i); });
     }
     // The same for row 16 m + lane_row() + 8 i.
     FLASH_DEVICE void begin_with(float score, int m, int i) {
@@ -149,13 +157,13 @@ struct OnlineSoftmax {
         const auto exceeds = [&](float max, float old_max) {
             return !(max * scale - stale_subtrahend(old_max) <= kRescaleThreshold);
         };
-        for_each_row<kRows>([&](int m, int i, int) {
+        for_each_row([&](int m, int i, int) {
             tile_max[m][i] = s.row_max(m, i);
             subtracted[m][i] = stale_subtrahend(row_max[m][i]);
             rescale |= exceeds(tile_max[m][i], row_max[m][i]);
         });
         if (__any_sync(0xffffffff, rescale))
-            for_each_row<kRows>([&](int m, int i, int) {
+            for_each_row([&](int m, int i, int) {
                 const float max = tile_max[m][i];
                 const float factor =
                     raise_max(exceeds(max, row_max[m][i]) ? max : -INFINITY, m, i, scale);
@@ -163,14 +171,14 @@ struct OnlineSoftmax {
                 center_large(s, m, i, row_max[m][i], scale);
                 o.map_row(m, i, [&](float x) { return x * factor; });
             });
-        for_each_row<kRows>([&](int m, int i, int) {
+        for_each_row([&](int m, int i, int) {
             row_sum[m][i] = exponentiate_row(s, m, i, scale, subtracted[m][i], row_sum[m][i]);
         });
     }
 
     // After the last tile: row_sum becomes the whole row's, in every lane of its quad.
     FLASH_DEVICE void finish() {
-        for_each_row<kRows>([&](int m, int i, int) { row_sum[m][i] = quad_sum(row_sum[m][i]); });
+        for_each_row([&](int m, int i, int) { row_sum[m][i] = quad_sum(row_sum[m][i]); });
     }
 
     // Of row 16 m + lane_row() + 8 i, where i need not be a compile-time constant.

@@ -18,13 +18,13 @@
 //
 // K and V of 8 bits, beside Q of 16, halve the bytes. A warp's blocks are then of 32 keys, as many
 // bytes as 16 have in 16 bits. The matmuls are those of halves: K and V become halves in registers
-// (tile/bytes.cuh), and Q before the loop. Sums times Q's and K's factors are the scores, for which
-// the rest is as with 16 bits; V's descales come at the end. All calls with such inputs run here,
-// with many Q tiles, too.
+// (tile/bytes.cuh), and Q before the loop; keys are their rows (decode_blocks.cuh). Sums times Q's
+// and K's factors are the scores; V's descales come at the end. All calls with such inputs run
+// here, with many Q tiles, too.
 #pragma once
 
 #include "kernels/common/launch.cuh"
-#include "kernels/common/softmax.cuh"
+#include "kernels/fa3/decode_blocks.cuh"
 #include "kernels/fa3/decode_loads.cuh"
 #include "kernels/fa3/decode_scales.cuh"
 #include "kernels/fa3/tile_by_length.cuh"
@@ -35,8 +35,6 @@
 #include "schedule/split_kv.cuh"
 #include "schedule/tile_numbers.cuh"
 #include "schedule/tile_order.cuh"
-#include "tile/bytes.cuh"
-#include "tile/gemm.cuh"
 
 namespace flash_ext {
 
@@ -61,17 +59,12 @@ struct Fa3Decode {
     static constexpr bool kByLength = kTuning.by_length;
     static constexpr bool kPages = contains(kOptions, OptionSet::kPages);
 
-    using QTile = SharedTile<Element, kRows, kHeadDim>;
+    using QTile =
+        std::conditional_t<kBytes, BInOrder<kRows, kHeadDim>, SharedTile<Element, kRows, kHeadDim>>;
     using KTile = SharedTile<Key, kKeys, kHeadDim>;
     using VTile = SharedTile<Key, kKeys, kHeadDimV>;
-    using KOperand = std::conditional_t<kBytes, BFromByteRows<KTile>, BFromRows<KTile>>;
-    using VOperand = std::conditional_t<kBytes, BFromByteColumns<VTile>, BFromColumns<VTile>>;
     using Factors = std::conditional_t<kBytes, ScoreFactors<kRows>, NoScoreFactors>;
-    using Scores = RegisterTile<kRows, kKeys>;
-    using Output = RegisterTile<kRows, kHeadDimV>;
-    // bfloat16 holds all P; halves then do so from 2^-31 on, relative to the maximum's.
-    using Softmax = OnlineSoftmax<kRows, kBytes ? 7 : 0>;
-    using KeyLoads = typename KeyLoadsOf<Key, kOptions, kWarps, KTile, VTile>::Type;
+    static constexpr int kRowsOfGroup = kBytes ? 8 : 16;  // whose results are combined at a time
 
     // A result over some of the keys: O not divided by the sums, row maxima and sums.
     template <int kPartialRows>
@@ -90,7 +83,7 @@ struct Fa3Decode {
     struct SharedStorage {
         union {
             Stage stages[kWarps][kStages];
-            PartialOf<16> of_warps[kWarps];  // after the loop, 16 rows at a time
+            PartialOf<kRowsOfGroup> of_warps[kWarps];  // after the loop
         };
         char q[QTile::kBytes];
         union {
@@ -209,11 +202,12 @@ struct Fa3Decode {
 
     // --- Attention over the keys of a warp ---
 
+    template <class Softmax>
     FLASH_DEVICE Softmax begin_softmax() const {
         Softmax softmax;
         if (params.sink == nullptr || split() > 0 || warp_id() > 0 || !sequence.is_owned(params))
             return softmax;
-        for_each_row<kRows>([&](int m, int i, int row) {
+        Softmax::for_each_row([&](int m, int i, int row) {
             if (is_valid(row)) softmax.begin_with(params.sink[head_of(row)] * kLog2e, m, i);
         });
         return softmax;
@@ -232,25 +226,33 @@ struct Fa3Decode {
     }
 
     // Applies the options and the mask.
-    FLASH_DEVICE void finish_scores(Scores& rS, const VisibleTiles& blocks, int i) const {
+    template <class Blocks>
+    FLASH_DEVICE void finish_scores(typename Blocks::Scores& rS, const VisibleTiles& blocks, int i,
+                                    Interval full) const {
         const Sequence s = sequence_not_hoisted();
         const BandMask mask = mask_of(params, s);
         const int first = kBytes ? ptx::not_hoisted(first_query) : first_query;
         const Interval keys = tile_interval(blocks.tile(i), kKeys);
         if (params.changes_scores) [[unlikely]]  // packed GQA has no ALiBi, which uses first_query
-            ScoreFunction<Element, Rows::kQueries, tuning::kFa3Scores, !kBytes>{params, s, head}
-                .apply(rS, first_query, keys.begin);
-        if (!mask.is_full({first, first + queries()}, keys))
-            mask_scores(rS, keys.begin, [&](int row) { return mask.key_range(query_of(row)); });
+            Blocks::template apply_options<tuning::kFa3Scores>(rS, params, s, head, first_query,
+                                                               keys.begin);
+        const bool is_full = Blocks::kSpareRegisters
+                                 ? full.begin <= i && i < full.end
+                                 : mask.is_full({first, first + queries()}, keys);
+        if (!is_full)
+            Blocks::mask(rS, keys.begin, [&](int row) { return mask.key_range(query_of(row)); });
     }
 
-    FLASH_DEVICE void attend(Output& rO, Softmax& softmax) const {
+    template <class Blocks>
+    FLASH_DEVICE void attend(typename Blocks::Output& rO, typename Blocks::Softmax& softmax) const {
         const BandMask mask = mask_of(params, sequence);
         const VisibleTiles blocks =
             split_of(VisibleTiles::of_queries(mask, {first_query, first_query + queries()}, kKeys),
                      split(), splits());
         int block = blocks.begin + warp_id();
-        KeyLoads loads(params, decode_keys<Key, kOptions>(params, sequence), blocks, block, head_k);
+        constexpr bool kSpare = Blocks::kSpareRegisters;
+        typename KeyLoadsOf<Key, kOptions, kWarps, KTile, VTile, kSpare>::Type loads(
+            params, decode_keys<Key, kOptions>(params, sequence), blocks, block, head_k);
         auto& stages = storage.stages[warp_id()];
         constexpr int kPending = 2 * kStages - 1;  // groups after the one that is needed
         if constexpr (!kBytes) load_q();           // belongs to the first group
@@ -275,25 +277,29 @@ struct Fa3Decode {
         }
         ptx::cp_async_wait<kPending>();
         __syncthreads();  // all of Q has landed
-        const AFromRows<QTile> q(ptx::shared_address(storage.q));
+        const Blocks computation(ptx::shared_address(storage.q));
         const Factors& factors = storage.factors;
+        const Interval full =
+            VisibleTiles::full_for(mask, {first_query, first_query + queries()}, kKeys);
 
         for (int stage = 0; block < blocks.end; block += kWarps) {
-            Scores rS;
+            typename Blocks::Scores rS;
             rS.clear();
-            const float k_factor = factors.of_block(blocks.tile(block) * kKeys);
+            const auto load_k_factor = [&] { return factors.of_block(blocks.tile(block) * kKeys); };
+            float k_factor = 1.f;
+            if constexpr (kSpare) k_factor = load_k_factor();
             ptx::cp_async_wait<kPending>();
             __syncwarp();  // the loads of all lanes have landed
-            gemm<Element, kHeadDim>(rS, q, KOperand(ptx::shared_address(stages[stage].k)));
+            computation.multiply_k(rS, ptx::shared_address(stages[stage].k));
             __syncwarp();  // all lanes have read K
             loads.next_k(stages[stage].k);
-            factors.apply(rS, k_factor);
-            finish_scores(rS, blocks, block);
+            if constexpr (!kSpare) k_factor = load_k_factor();
+            factors.template apply<typename Blocks::Softmax>(rS, k_factor);
+            finish_scores<Blocks>(rS, blocks, block, full);
             softmax.update(rS, rO, params.exponent_scale);
             ptx::cp_async_wait<kPending>();
             __syncwarp();
-            gemm<Element, kKeys>(rO, AFromRegisters<Element, Scores>{rS},
-                                 VOperand(ptx::shared_address(stages[stage].v)));
+            Blocks::multiply_v(rO, rS, ptx::shared_address(stages[stage].v));
             __syncwarp();
             loads.next_v(stages[stage].v);
             if (++stage == kStages) stage = 0;
@@ -303,26 +309,22 @@ struct Fa3Decode {
 
     // --- Results ---
 
-    // This warp's results of 16 rows, from row 16 m on.
-    FLASH_DEVICE void store_partial(const Output& rO, const Softmax& softmax, int m) const {
+    // This warp's results of a group of rows.
+    template <class Blocks>
+    FLASH_DEVICE void store_partial(const typename Blocks::Output& rO,
+                                    const typename Blocks::Softmax& softmax, int m) const {
         auto& partial = storage.of_warps[warp_id()];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const int row = lane_row() + 8 * i;
-            if (16 * m + row >= rows()) continue;
-            if (lane_col() == 0) {
+            const int row = Blocks::row_of_lane(i);
+            if (kRowsOfGroup * m + row >= rows()) continue;
+            if (Blocks::is_first_of_row()) {
                 partial.max[row] = softmax.row_max[m][i];
                 partial.sum[row] = softmax.row_sum[m][i];
             }
-            if constexpr (kBytes) {
-                for_each_four_of_row(rO, m, i, [&](float4 x, int col) {
-                    *reinterpret_cast<float4*>(&partial.out[row][col]) = x;
-                });
-            } else {
-                rO.for_each_pair_of_row(m, i, [&](float x, float y, int col) {
-                    *reinterpret_cast<float2*>(&partial.out[row][col + lane_col()]) = {x, y};
-                });
-            }
+            Blocks::for_each_pair_of_row(rO, m, i, [&](float x, float y, int col) {
+                *reinterpret_cast<float2*>(&partial.out[row][col]) = {x, y};
+            });
         }
     }
 
@@ -379,9 +381,10 @@ struct Fa3Decode {
 
     // To the results of the split.
     FLASH_DEVICE void combine_warps(int m) const {
-        for_each_four(min_of(rows() - 16 * m, 16), 0, 1, [&](int row, int col) {
+        constexpr int kGroup = kRowsOfGroup;
+        for_each_four(min_of(rows() - kGroup * m, kGroup), 0, 1, [&](int row, int col) {
             const auto load = [&](int warp) { return load_four(storage.of_warps[warp], row, col); };
-            store_four(storage.of_split, 16 * m + row, col, combine<kWarps>(kWarps, load));
+            store_four(storage.of_split, kGroup * m + row, col, combine<kWarps>(kWarps, load));
         });
     }
 
@@ -392,8 +395,10 @@ struct Fa3Decode {
         const float factor = all.sum == 0.f ? 0.f : 1.f / all.sum;
         const int query = query_of(row);
         if (col == 0)
-            params.lse[statistics_offset(params, s, head_of(row)) + query] =
-                Softmax::lse_of(all.max, all.sum);
+            params.lse[statistics_offset(params, s, head_of(row)) + query] = OnlineSoftmax < 16,
+                                                                    kBytes ? 7
+                                                                           : 0 > ::lse_of(all.max,
+                                                                                          all.sum);
         if (col >= params.head_dim_v) return;  // a multiple of 8
         auto* target = row_pointer<Element>(params.out, s.batch, s.q_begin + query, head_of(row));
         const auto store = [&]<class Out>(Out, float4 x) {
@@ -491,21 +496,33 @@ struct Fa3Decode {
         });
     }
 
+    // The results of this split, in its of_split.
+    template <class Blocks>
+    FLASH_DEVICE void compute() const {
+        typename Blocks::Output rO;
+        rO.clear();
+        auto softmax = begin_softmax<typename Blocks::Softmax>();
+        attend<Blocks>(rO, softmax);
+        ptx::cp_async_wait<0>();
+#pragma unroll
+        for (int m = 0; m < Blocks::kRows / kRowsOfGroup; ++m) {
+            if (kRowsOfGroup * m >= rows()) break;
+            __syncthreads();  // no stage, or no result of a group before, is in use
+            store_partial<Blocks>(rO, softmax, m);
+            __syncthreads();
+            combine_warps(m);
+        }
+    }
+
     FLASH_DEVICE void run() const {
         if (first_query >= sequence.seqlen_q) return;  // a padding tile, of all CTAs of the cluster
         if (clusters() > 1 && threadIdx.x == 0) stored().start();
-        Output rO;
-        rO.clear();
-        Softmax softmax = begin_softmax();
-        attend(rO, softmax);
-        ptx::cp_async_wait<0>();
-#pragma unroll
-        for (int m = 0; m < Output::kM; ++m) {
-            if (16 * m >= rows()) break;
-            __syncthreads();  // no stage, or no result of 16 rows before, is in use
-            store_partial(rO, softmax, m);
-            __syncthreads();
-            combine_warps(m);
+        if constexpr (!kBytes) {
+            compute<QueriesAsRows<Element, QTile, KTile, VTile>>();
+        } else if (kRows == 16 && rows() <= 8) {
+            compute<QueriesAsColumns<QTile, KTile, VTile, 8>>();
+        } else {
+            compute<QueriesAsColumns<QTile, KTile, VTile, kRows>>();
         }
         ptx::cluster_sync();
         combine_splits();

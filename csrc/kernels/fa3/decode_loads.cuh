@@ -24,8 +24,47 @@ FLASH_DEVICE DecodeKeys<kOptions> decode_keys(const AttentionParams& params, con
     return keys;
 }
 
-// Of one tensor.
-template <class Key, OptionSet kOptions, int kWarps, class Tile>
+// As KeyCursor, for bytes. A lane's first place in a tile stays in a register, from which the
+// others are an XOR within the swizzle and an immediate offset: computed again, as it is where the
+// matmuls need the registers, that is a third of all instructions.
+template <class Tile>
+struct ByteCursor {
+    using Byte = typename Tile::Element;
+    using Walk = ChunkWalk<Tile, 32>;
+    static_assert(Tile::kRows % Walk::kRowsPerPass == 0);
+
+    const Byte* source;
+    uint32_t offset;  // of the lane's first chunk in a tile
+
+    FLASH_DEVICE void start(const KeyRows& keys, const TensorView& view, int head, int first_key) {
+        const Walk walk(lane_id());
+        source = keys.tile<Byte>(view, head, first_key, 0).data + walk.row * view.row_stride +
+                 walk.chunk * Tile::kChunk;
+        offset = Tile::offset(walk.row, walk.chunk);
+    }
+    template <bool kAllRows>
+    FLASH_DEVICE void load(uint32_t shared, const KeyRows& keys, const TensorView& view,
+                           int /*head*/, int cols, bool /*aligned*/, int key, int next_key) {
+        const Walk walk(lane_id());
+        const Byte* row = source;
+#pragma unroll
+        for (int pass = 0; pass < Walk::kPasses; ++pass) {
+            const int first = pass * Walk::kRowsPerPass;
+            const uint32_t target =
+                ((shared + offset) ^ Tile::swizzle(first) * 16) + first * Tile::kPitch;
+#pragma unroll
+            for (int atom = 0; atom < Tile::kAtoms; ++atom)
+                ptx::cp_async_16(target + atom * Tile::kAtomBytes, row + atom * Tile::kAtomCols,
+                                 (kAllRows || walk.row < keys.rows - key - first) &&
+                                     atom * Tile::kAtomCols + walk.chunk * Tile::kChunk < cols);
+            row += Walk::kRowsPerPass * view.row_stride;
+        }
+        source += (next_key - key) * view.row_stride;
+    }
+};
+
+// Of one tensor. kSpareRegisters: registers are left for the addresses of bytes.
+template <class Key, OptionSet kOptions, int kWarps, class Tile, bool kSpareRegisters>
 struct BlockLoads {
     const TensorView& view;
     int cols;
@@ -33,7 +72,9 @@ struct BlockLoads {
     VisibleTiles blocks;
     int i;  // of the next block
     int head;
-    KeyCursorOf<kOptions, Tile, 32, false, Key> cursor;
+    std::conditional_t<kSpareRegisters, ByteCursor<Tile>,
+                       KeyCursorOf<kOptions, Tile, 32, false, Key>>
+        cursor;
 
     FLASH_DEVICE int first_key() const { return blocks.tile(i) * Tile::kRows; }
 
@@ -49,10 +90,10 @@ struct BlockLoads {
     }
 };
 
-template <class Key, OptionSet kOptions, int kWarps, class KTile, class VTile>
+template <class Key, OptionSet kOptions, int kWarps, class KTile, class VTile, bool kSpareRegisters>
 struct SeparateLoads {
-    BlockLoads<Key, kOptions, kWarps, KTile> of_k;
-    BlockLoads<Key, kOptions, kWarps, VTile> of_v;
+    BlockLoads<Key, kOptions, kWarps, KTile, kSpareRegisters> of_k;
+    BlockLoads<Key, kOptions, kWarps, VTile, kSpareRegisters> of_v;
 
     FLASH_DEVICE SeparateLoads(const AttentionParams& p, const DecodeKeys<kOptions>& keys,
                                const VisibleTiles& blocks, int block, int head)
@@ -99,12 +140,13 @@ struct PagedByteLoads {
     }
 };
 
-template <class Key, OptionSet kOptions, int kWarps, class KTile, class VTile>
+template <class Key, OptionSet kOptions, int kWarps, class KTile, class VTile, bool kSpareRegisters>
 struct KeyLoadsOf {
     static_assert(!kPagesOfBytes<Key, kOptions> || std::is_same_v<KTile, VTile>);
-    using Type = std::conditional_t<kPagesOfBytes<Key, kOptions>,
-                                    PagedByteLoads<Key, kOptions, kWarps, KTile>,
-                                    SeparateLoads<Key, kOptions, kWarps, KTile, VTile>>;
+    using Type =
+        std::conditional_t<kPagesOfBytes<Key, kOptions>,
+                           PagedByteLoads<Key, kOptions, kWarps, KTile>,
+                           SeparateLoads<Key, kOptions, kWarps, KTile, VTile, kSpareRegisters>>;
 };
 
 }  // namespace flash_ext

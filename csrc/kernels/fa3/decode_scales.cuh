@@ -36,11 +36,11 @@ struct ScoreFactors {
 
     FLASH_DEVICE float of_block(int first_key) const { return of_keys.of_key(first_key); }
     // First the product of both factors: one may be as large as the other is small.
-    template <class Scores>
+    template <class Softmax, class Scores>
     FLASH_DEVICE void apply(Scores& s, float of_block) const {
-        for_each_row<kRows>([&](int m, int i, int row) {
+        Softmax::for_each_row([&](int m, int i, int row) {
             const float factor = of_rows[row] * of_block;
-            s.map_row(m, i, [&](float x) { return x * factor; });
+            Softmax::map_row(s, m, i, [&](float x) { return x * factor; });
         });
     }
 };
@@ -48,7 +48,7 @@ struct ScoreFactors {
 // With 16 bits sums are scores.
 struct NoScoreFactors {
     FLASH_DEVICE float of_block(int) const { return 1.f; }
-    template <class Scores>
+    template <class Softmax, class Scores>
     FLASH_DEVICE void apply(Scores&, float) const {}
 };
 
@@ -104,8 +104,7 @@ struct RowToHalves {
         const float factor = to_power_of_two(power);
         for_each_pair<Element>([&](float2 x, int col) {
             if (col >= QTile::kCols) return;
-            const int place = place_beside_bytes(col);
-            ptx::st_shared(q + QTile::offset(row, place / 8) + place % 8 * 2,
+            ptx::st_shared(q + QTile::offset(row, place_beside_bytes(col)),
                            ptx::pack<__half>(x.x * factor, x.y * factor));
         });
     }
