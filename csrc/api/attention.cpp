@@ -120,9 +120,10 @@ void fill_params(AttentionParams& params, const Sizes& sizes, std::span<const Op
 
     if (options.dropout_p > 0) {
         params.rng_state = data_of<int64_t>(options.rng_state);
-        params.keep_threshold = static_cast<uint32_t>(
-            std::clamp(std::nearbyint((1.0 - options.dropout_p) * 0x1p32), 0x1p16, 0x1p32 - 1));
-        const float keep_scale = 0x1p32f / static_cast<float>(params.keep_threshold);
+        // p in units of 2^-15: a kept entry in 32,768 is the least.
+        const double dropped = std::min(std::nearbyint(options.dropout_p * 0x1p15), 0x1p15 - 1);
+        params.drop_threshold = static_cast<uint32_t>(dropped) << 17;
+        const float keep_scale = static_cast<float>(0x1p15 / (0x1p15 - dropped));
         params.p_factor = std::min(keep_scale, max_p_factor);
         params.late_factor = keep_scale / params.p_factor;
     }

@@ -9,6 +9,7 @@
 #include "problem/mask.cuh"
 #include "problem/params.h"
 #include "problem/sequences.cuh"
+#include "ptx/math.cuh"
 #include "ptx/memory.cuh"
 #include "tile/fragment.cuh"
 
@@ -329,8 +330,43 @@ FLASH_DEVICE DropoutMask dropout_mask(const AttentionParams& params, const Seque
                                       int head) {
     return DropoutMask(params.rng_state[0], params.rng_state[1],
                        static_cast<int64_t>(sequence.index()) * params.heads_q + head,
-                       params.keep_threshold);
+                       params.drop_threshold);
 }
+
+struct MulWide {
+    FLASH_DEVICE uint64_t operator()(uint32_t x, uint32_t y) const { return ptx::mul_wide(x, y); }
+};
+
+// The words of a tile of 16 queries, which keep pairs of P's numbers, as rounded operands.
+template <int kCols>
+struct KeepPairs {
+    static_assert(kCols % 32 == 0);
+    Philox4 words[kCols / 32];
+    uint32_t threshold;  // twice, as a half
+
+    // first_query is a multiple of 16, first_key of 32.
+    FLASH_DEVICE KeepPairs(const DropoutMask& mask, int first_query, int first_key)
+        : threshold((mask.drop_threshold >> 17) * 0x10001) {
+#pragma unroll
+        for (int n = 0; n < kCols / 32; ++n)
+            words[n] = mask.words(first_query + lane_row(), first_key + 32 * n + lane_col(),
+                                  MulWide{});
+    }
+
+    template <class Operand>
+    FLASH_DEVICE void apply(Operand& p) const {
+        // The upper halves of two words that are rotated by 8 (2 row half + column half).
+        constexpr uint32_t kBytes[4] = {0x7632, 0x5410, 0x6521, 0x4703};
+#pragma unroll
+        for (int k = 0; k < kCols / 16; ++k)
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {  // of the A fragment of columns 16 k on
+                const uint32_t* word = words[k / 2].v + k % 2 * 2;
+                const uint32_t numbers = ptx::byte_permute(word[0], word[1], kBytes[j]);
+                p.v[k][j] &= ptx::halves_from(numbers, threshold);
+            }
+    }
+};
 
 // visit(m, n, i, keep) for every element of a tile whose rows are queries and columns keys.
 // first_query is a multiple of 16, first_key of 32, or of 16 if the tile has 16 columns.
@@ -344,7 +380,8 @@ FLASH_DEVICE void for_each_keep(const DropoutMask& mask, int first_query, int fi
 #pragma unroll
         for (int n = 0; n < Scores::kN; n += 4) {
             const Philox4 random =
-                mask.words(first_query + 16 * m + lane_row(), first_key + 8 * n + lane_col());
+                mask.words(first_query + 16 * m + lane_row(), first_key + 8 * n + lane_col(),
+                           MulWide{});
 #pragma unroll
             for (int col = 0; col < min_of(4, Scores::kN); ++col)
 #pragma unroll
@@ -369,7 +406,8 @@ FLASH_DEVICE void for_each_keep_transposed(const DropoutMask& mask, int first_ke
 #pragma unroll
         for (int n = 0; n < Scores::kN; n += 2) {
             const int key = first_key + 16 * m + lane_row();
-            const Philox4 random = mask.words(first_query + 8 * n + lane_col() + parity, key);
+            const Philox4 random =
+                mask.words(first_query + 8 * n + lane_col() + parity, key, MulWide{});
             const bool second = key / 16 % 2 != 0;  // the same for all lanes
             const uint32_t even = second ? random.v[2] : random.v[0];
             const uint32_t odd = second ? random.v[3] : random.v[1];
