@@ -173,8 +173,7 @@ inline bool has_rare_scale(const AttentionParams& params) {
     const float cap = params.softcap != 0.f ? params.softcap : 1.f;
     const float keep_scale = params.p_factor * params.late_factor;
     return min_of(params.scale, cap) < kMinScale || cap > kMaxTanhSoftcap ||
-           keep_scale >
-               (params.element_type == ElementType::kFloat16 ? 2.f : kMaxHalvesKeepScale);
+           keep_scale > (params.element_type == ElementType::kFloat16 ? 2.f : kMaxHalvesKeepScale);
 }
 
 // The options that the call asks for.

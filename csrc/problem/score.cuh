@@ -337,36 +337,27 @@ struct MulWide {
     FLASH_DEVICE uint64_t operator()(uint32_t x, uint32_t y) const { return ptx::mul_wide(x, y); }
 };
 
-// The words of a tile of 16 queries, which keep pairs of P's numbers, as rounded operands.
-template <int kCols>
-struct KeepPairs {
+// Dropout of P as the operand of P V, by pairs. first_query is a multiple of 16, first_key of 32.
+template <int kCols, class Operand>
+FLASH_DEVICE void drop_pairs(Operand& p, const DropoutMask& mask, int first_query, int first_key) {
     static_assert(kCols % 32 == 0);
-    Philox4 words[kCols / 32];
-    uint32_t threshold;  // twice, as a half
-
-    // first_query is a multiple of 16, first_key of 32.
-    FLASH_DEVICE KeepPairs(const DropoutMask& mask, int first_query, int first_key)
-        : threshold((mask.drop_threshold >> 17) * 0x10001) {
+    // The upper halves of two words that are rotated by 8 (2 row half + column half).
+    constexpr uint32_t kBytes[4] = {0x7632, 0x5410, 0x6521, 0x4703};
+    const uint32_t threshold = (mask.drop_threshold >> 17) * 0x10001;
 #pragma unroll
-        for (int n = 0; n < kCols / 32; ++n)
-            words[n] = mask.words(first_query + lane_row(), first_key + 32 * n + lane_col(),
-                                  MulWide{});
-    }
-
-    template <class Operand>
-    FLASH_DEVICE void apply(Operand& p) const {
-        // The upper halves of two words that are rotated by 8 (2 row half + column half).
-        constexpr uint32_t kBytes[4] = {0x7632, 0x5410, 0x6521, 0x4703};
+    for (int n = 0; n < kCols / 32; ++n) {
+        const Philox4 random =
+            mask.words(first_query + lane_row(), first_key + 32 * n + lane_col(), MulWide{});
 #pragma unroll
-        for (int k = 0; k < kCols / 16; ++k)
+        for (int k = 0; k < 2; ++k)
 #pragma unroll
-            for (int j = 0; j < 4; ++j) {  // of the A fragment of columns 16 k on
-                const uint32_t* word = words[k / 2].v + k % 2 * 2;
-                const uint32_t numbers = ptx::byte_permute(word[0], word[1], kBytes[j]);
-                p.v[k][j] &= ptx::halves_from(numbers, threshold);
+            for (int j = 0; j < 4; ++j) {  // of an A fragment: row half j % 2, column half j / 2
+                const uint32_t numbers =
+                    ptx::byte_permute(random.v[2 * k], random.v[2 * k + 1], kBytes[j]);
+                p.v[2 * n + k][j] &= ptx::halves_from(numbers, threshold);
             }
     }
-};
+}
 
 // visit(m, n, i, keep) for every element of a tile whose rows are queries and columns keys.
 // first_query is a multiple of 16, first_key of 32, or of 16 if the tile has 16 columns.
@@ -379,9 +370,8 @@ FLASH_DEVICE void for_each_keep(const DropoutMask& mask, int first_query, int fi
     for (int m = 0; m < Scores::kM; ++m)
 #pragma unroll
         for (int n = 0; n < Scores::kN; n += 4) {
-            const Philox4 random =
-                mask.words(first_query + 16 * m + lane_row(), first_key + 8 * n + lane_col(),
-                           MulWide{});
+            const Philox4 random = mask.words(first_query + 16 * m + lane_row(),
+                                              first_key + 8 * n + lane_col(), MulWide{});
 #pragma unroll
             for (int col = 0; col < min_of(4, Scores::kN); ++col)
 #pragma unroll

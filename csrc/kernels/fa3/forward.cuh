@@ -93,7 +93,6 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
     // Kernels with options that visit elements are not batch-invariant, and lack the register.
     using Softmax = OptimisticSoftmax<Element, kBlockKV, !visits_elements(kOptions)>;
     using Probabilities = typename Softmax::Probabilities;
-    static constexpr bool kDropout = contains(kOptions, OptionSet::kDropout);
     // What a consumer carries from one iteration to the next. The matrices are only referenced: as
     // members they would make the compiler treat the whole object as an array in most passes.
     struct State {
@@ -256,6 +255,7 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
             if (fresh) x.softmax = this->template begin_softmax<Softmax>(work_tiles[x.tile]);
             x.rescaling = x.softmax.step(x.rS, rP, exponent_scale<kOptions>(params), fresh);
         }
+        if constexpr (contains(kOptions, OptionSet::kDropout)) drop(x, rP);
     }
 
     // From the last KV tile on, to which the tiles turn: see turn_to_diagonal().
@@ -279,11 +279,12 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
                               [&] { this->template finish_scores<true>(x.rS, x); });
     }
 
-    // Dropout's bits for the scores.
-    FLASH_DEVICE KeepPairs<kBlockKV> draw(const State& x) const {
+    // Dropout. The row sums have all of P already.
+    FLASH_DEVICE void drop(const State& x, Probabilities& rP) const {
         const QueryTile& tile = work_tiles[x.tile];
-        return {dropout_mask(params, tile.sequence, tile.head),
-                tile.first_query + this->warp_row(), tile.kv_tiles.tile(x.kv_tile) * kBlockKV};
+        drop_pairs<kBlockKV>(rP, dropout_mask(params, tile.sequence, tile.head),
+                             tile.first_query + this->warp_row(),
+                             tile.kv_tiles.tile(x.kv_tile) * kBlockKV);
     }
 
     // Before P V: rescales O, or stores it as the result of the previous Q tile. kInTurn: it is
@@ -346,7 +347,6 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
         if (new_tile) x.prev_softmax = x.softmax;
         x.first_iteration = x.output_pending = new_tile;
         compute_p<kUnmasked>(x, next_rP, new_tile);
-        if constexpr (kDropout) draw(x).apply(next_rP);
         if constexpr (kBeside) finish();
         if (new_tile) skip(v_pipeline, x.v, x.skipped_tiles, x.v_ready);
     }
@@ -370,7 +370,6 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
         Order::signal_next(consumer);
         ptx::wgmma_wait<0>();
         compute_p<false>(x, rP[0], true);
-        if constexpr (kDropout) draw(x).apply(rP[0]);
         skip(v_pipeline, x.v, x.skipped_tiles, x.v_ready);
 
         // Each pass: an iteration that may have a mask or begin the next Q tile, or one for each P,
