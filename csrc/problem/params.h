@@ -232,6 +232,10 @@ struct ForwardParams : AttentionParams {
 
     // FA3 with pages and varlen: sequences of at most so many queries are another kernel's.
     int few_queries = 0;
+
+    // FA3 with a softcap: TanhSeries' offset and factors, and its limit.
+    float tanh_series[4];
+    float tanh_limit;
 };
 
 // Raised if *word is `epoch`, see launch_epoch.h. The word is the call's own, and nothing clears

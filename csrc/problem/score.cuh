@@ -27,6 +27,32 @@ struct LinearScale {
     float scale = 1.f;
     float slope = 0.f;
     float first[2] = {0.f, 0.f};
+
+    // That of scores which are now complete.
+    FLASH_DEVICE Unscaled complete() {
+        *this = {};
+        return {};
+    }
+};
+
+// The scale of scores that a softcap has not changed yet, but will change little: of a score x it
+// is factor[0] + t (factor[1] + t factor[2]), a series of tanh, with t = x^2 + offset. Scores are
+// near enough if all t, as bits, are below the limit: there another exponent begins.
+struct TanhSeries {
+    float offset;
+    float factor[3];
+    float cap;  // the scale of complete scores
+    uint32_t limit;
+    uint32_t& bits;  // of all t
+    bool& far;       // are scores of the Q tile not near enough?
+
+    FLASH_DEVICE bool is_far() const { return bits >= limit; }
+
+    FLASH_DEVICE float complete() {
+        offset = factor[1] = factor[2] = 0.f;
+        factor[0] = cap;
+        return cap;
+    }
 };
 
 // The factor from scores to exponents of 2. A kernel that changes scores multiplies them before it
