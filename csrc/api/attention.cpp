@@ -138,7 +138,7 @@ void fill_params(AttentionParams& params, const Sizes& sizes, std::span<const Op
         params.rng_state = data_of<int64_t>(options.rng_state);
         // p in units of 2^-15: a kept entry in 32,768 is the least.
         const double dropped = std::min(std::nearbyint(options.dropout_p * 0x1p15), 0x1p15 - 1);
-        params.drop_threshold = static_cast<uint32_t>(dropped) << 17;
+        params.drop_threshold = static_cast<uint32_t>(dropped) * 0x10001u;
         const float keep_scale = static_cast<float>(0x1p15 / (0x1p15 - dropped));
         params.p_factor = std::min(keep_scale, max_p_factor);
         params.late_factor = keep_scale / params.p_factor;

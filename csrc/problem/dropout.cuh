@@ -47,7 +47,7 @@ struct DropoutMask {
     uint32_t key1;
     uint32_t head;  // batch * Hq + head
     uint32_t offset;
-    uint32_t drop_threshold;  // a multiple of 2^17
+    uint32_t drop_threshold;  // in both halves
 
     FLASH_HOST_DEVICE constexpr DropoutMask(int64_t seed, int64_t offset_, int64_t flat_head,
                                             uint32_t threshold)
@@ -70,7 +70,7 @@ struct DropoutMask {
     // Is the element kept that is in the second half of the 16 rows, or of the 16 columns, or not?
     FLASH_HOST_DEVICE constexpr bool keep(uint32_t word, int row_half, int col_half) const {
         const int bits = 8 * (2 * row_half + col_half) + 1;
-        return (word << bits | word >> (32 - bits)) >= drop_threshold;
+        return (word << bits | word >> (32 - bits)) >= drop_threshold << 17;
     }
 
     FLASH_HOST_DEVICE constexpr bool keep(int row, int col) const {

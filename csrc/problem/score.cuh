@@ -363,13 +363,20 @@ struct MulWide {
     FLASH_DEVICE uint64_t operator()(uint32_t x, uint32_t y) const { return ptx::mul_wide(x, y); }
 };
 
+// Bits of ones in the halves for elements that are kept, in the rows and columns of keep(): in the
+// lower half by word `first`, in the upper one by `second`. Not for p above 31/32.
+FLASH_DEVICE uint32_t keep_pair(const DropoutMask& mask, uint32_t first, uint32_t second,
+                                int row_half, int col_half) {
+    // The upper halves of the words, rotated by 8 (2 row half + column half).
+    constexpr uint32_t kBytes[4] = {0x7632, 0x6521, 0x5410, 0x4703};
+    return ptx::halves_from(ptx::byte_permute(first, second, kBytes[2 * row_half + col_half]),
+                            mask.drop_threshold);
+}
+
 // Dropout of P as the operand of P V, by pairs. first_query is a multiple of 16, first_key of 32.
 template <int kCols, class Operand>
 FLASH_DEVICE void drop_pairs(Operand& p, const DropoutMask& mask, int first_query, int first_key) {
     static_assert(kCols % 32 == 0);
-    // The upper halves of two words that are rotated by 8 (2 row half + column half).
-    constexpr uint32_t kBytes[4] = {0x7632, 0x5410, 0x6521, 0x4703};
-    const uint32_t threshold = (mask.drop_threshold >> 17) * 0x10001;
 #pragma unroll
     for (int n = 0; n < kCols / 32; ++n) {
         const Philox4 random =
@@ -377,11 +384,9 @@ FLASH_DEVICE void drop_pairs(Operand& p, const DropoutMask& mask, int first_quer
 #pragma unroll
         for (int k = 0; k < 2; ++k)
 #pragma unroll
-            for (int j = 0; j < 4; ++j) {  // of an A fragment: row half j % 2, column half j / 2
-                const uint32_t numbers =
-                    ptx::byte_permute(random.v[2 * k], random.v[2 * k + 1], kBytes[j]);
-                p.v[2 * n + k][j] &= ptx::halves_from(numbers, threshold);
-            }
+            for (int j = 0; j < 4; ++j)  // of an A fragment: row half j % 2, column half j / 2
+                p.v[2 * n + k][j] &=
+                    keep_pair(mask, random.v[2 * k], random.v[2 * k + 1], j % 2, j / 2);
     }
 }
 
@@ -410,12 +415,12 @@ FLASH_DEVICE void for_each_keep(const DropoutMask& mask, int first_query, int fi
         }
 }
 
-// The same for a tile whose rows are keys and columns queries; both begin at multiples of 16. A
-// word has the elements of a lane's rows and of one of its columns; two lanes of rows side by side
-// share the call, and so each makes it for one of two columns.
+// visit(m, n, words) for every 16x16 block of a tile whose rows are keys and columns queries; both
+// begin at multiples of 16. A word has the elements of a lane's rows and of one of its columns; two
+// lanes of rows side by side share the call, and so each makes it for one of two columns.
 template <class Scores, class Visit>
-FLASH_DEVICE void for_each_keep_transposed(const DropoutMask& mask, int first_key, int first_query,
-                                           Visit visit) {
+FLASH_DEVICE void for_each_words_transposed(const DropoutMask& mask, int first_key, int first_query,
+                                            Visit visit) {
     const int parity = lane_row() % 2;
 #pragma unroll
     for (int m = 0; m < Scores::kM; ++m)
@@ -430,12 +435,22 @@ FLASH_DEVICE void for_each_keep_transposed(const DropoutMask& mask, int first_ke
             const uint32_t own = parity == 0 ? even : odd;
             const uint32_t other = __shfl_xor_sync(0xffffffff, parity == 0 ? odd : even, 4);
             const uint32_t words[2] = {parity == 0 ? own : other, parity == 0 ? other : own};
+            visit(m, n, words);
+        }
+}
+
+// visit(m, n, i, keep) for every element of such a tile.
+template <class Scores, class Visit>
+FLASH_DEVICE void for_each_keep_transposed(const DropoutMask& mask, int first_key, int first_query,
+                                           Visit visit) {
+    for_each_words_transposed<Scores>(
+        mask, first_key, first_query, [&](int m, int n, const uint32_t (&words)[2]) {
 #pragma unroll
             for (int half = 0; half < 2; ++half)
 #pragma unroll
                 for (int i = 0; i < 4; ++i)  // key half, parity of the query
                     visit(m, n + half, i, mask.keep(words[i % 2], half, i / 2));
-        }
+        });
 }
 
 }  // namespace flash_ext
