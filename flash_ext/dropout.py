@@ -4,9 +4,9 @@ Every variant on every device drops the same elements. Random bits come from Phi
 et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011; no fewer rounds pass their tests). A
 call gives four words for rows {i, i + 8} and columns {j, j + 1} and those 8, 16 and 24 further in a
 16 × 32 tile. That is what one thread holds in the accumulators of four tensor-core instructions. A
-word serves rows {i, i + 8} and columns {j, j + 8}: their numbers are the word rotated by 0, 8, 16
-and 24 bits. So the chance of each is exact to 32 bits, and two of a word correlate by less than
-1/256.
+word serves rows {i, i + 8} and columns {j, j + 8}: their numbers are the upper 15 bits of the word
+rotated by 1, 9, 17 and 25 bits. So the chance of each is a multiple of 2⁻¹⁵, and two of a word
+correlate by less than 1/128.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 7
 
 
-def _keep_threshold(dropout_p: float) -> int:
-    """Entries whose number of 32 bits is below this are kept. One in 65,536 at least is."""
-    below = round((1 - dropout_p) * 2**32)
-    return min(max(below, 2**16), 2**32 - 1) if dropout_p > 0 else 2**32
+def _drop_threshold(dropout_p: float) -> int:
+    """Entries whose number of 15 bits is below this are dropped: not all."""
+    return min(round(dropout_p * 2**15), 2**15 - 1)
 
 
 def keep_scale(dropout_p: float) -> float:
@@ -33,7 +32,7 @@ def keep_scale(dropout_p: float) -> float:
         >>> flash_ext.dropout.keep_scale(0.5)
         2.0
     """
-    return 2**32 / _keep_threshold(dropout_p)
+    return 2**15 / (2**15 - _drop_threshold(dropout_p))
 
 
 def _multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,10 +86,10 @@ def keep_tile(
 
     # Word n belongs to column half n / 2 of the 32 and column parity n % 2, and its rotation r to
     # row half r / 2 and column half r % 2 of the 16.
-    left = torch.arange(0, 32, 8, device=device)
+    left = torch.arange(1, 32, 8, device=device)
     numbers = words.unsqueeze(-1)
     numbers = (numbers << left & _LOW32) | numbers >> (32 - left)
-    keep = (numbers < _keep_threshold(dropout_p)).view(
+    keep = (numbers >> 17 >= _drop_threshold(dropout_p)).view(
         batch, heads, tiles_i, 8, tiles_j, 4, 2, 2, 2, 2
     )
     # → (batch, heads, i / 16, i / 8 % 2, i % 8, j / 32, j / 16 % 2, j / 8 % 2, j % 8 / 2, j % 2)
@@ -113,7 +112,7 @@ def keep_mask(
 
     Args:
         rng_state: int64, shape (2,): seed and offset.
-        dropout_p: the probability of dropping, 0 <= dropout_p < 1; exact to 2⁻³².
+        dropout_p: the probability of dropping, 0 <= dropout_p < 1; rounded to a multiple of 2⁻¹⁵.
         batch, heads: B and Hq, the number of query heads.
         seqlen_q, seqlen_k: Sq and Sk.
         first_batch: the index of the first batch element. Packed sequences count as batch elements.

@@ -330,7 +330,7 @@ def fa3_dropout_reason(problem: Problem) -> str | None:
     """Why fa3 does not have the problem's dropout; None where it has, or where there is none."""
     p = problem
     scores = p.softcap or p.alibi or (p.scale is not None and p.scale <= 0)
-    most = p.dtype == torch.float16 and p.dropout_p > 0.5
+    most = p.dropout_p > (0.5 if p.dtype == torch.float16 else 31 / 32)
     runs = not p.dropout_p or (max(p.head_dim, p.dim_v) <= 128 and not scores and not most)
     return None if runs else "with these options"
 

@@ -28,6 +28,6 @@ def is_kept(seed: int, offset: int, p: float, flat_head: int, i: int, j: int) ->
     key = (seed % 2**32, (seed >> 32) ^ (offset >> 32))
     counter = (j // 32 * 4 + j % 8 // 2, i // 16 * 8 + i % 8, flat_head, offset % 2**32)
     word = philox4x32(counter, key)[j // 16 % 2 * 2 + j % 2]
-    bits = 8 * (i // 8 % 2 * 2 + j // 8 % 2)
-    number = (word << bits | word >> (32 - bits)) % 2**32
-    return number < min(max(2**16, round((1 - p) * 2**32)), 2**32 - 1)
+    bits = 8 * (i // 8 % 2 * 2 + j // 8 % 2) + 1
+    number = (word << bits | word >> (32 - bits)) % 2**32 >> 17
+    return number >= min(round(p * 2**15), 2**15 - 1)

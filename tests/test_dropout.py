@@ -64,7 +64,7 @@ def test_keep_mask_element_by_element(seed: int, offset: int, device: str) -> No
 def test_rate_scale_and_independence(p: float) -> None:
     mask = keep_mask(torch.tensor([3, 4]), p, 4, 4, 256, 256).double()
     rate = 1 / keep_scale(p)
-    assert abs(rate - (1 - p)) <= 2**-32
+    assert abs(rate - (1 - p)) <= 2**-16  # half a unit of p
     deviation = (rate * (1 - rate)) ** 0.5
     count = mask.numel()
     assert abs(mask.mean().item() - rate) < 5 * deviation / count**0.5
@@ -77,7 +77,7 @@ def test_rate_scale_and_independence(p: float) -> None:
 def test_extreme_rates() -> None:
     state = torch.tensor([1, 2])
     assert keep_scale(0.0) == 1.0 and keep_mask(state, 0.0, 1, 1, 64, 64).all()
-    assert keep_scale(1 - 1e-9) == 65536  # at least one value in 65,536 is kept: no division by 0
+    assert keep_scale(1 - 1e-9) == 32768  # at least one value in 32,768 is kept: no division by 0
 
 
 def uniform_attention(problem_shape, device, dtype, rng_state, p, variant, v, causal):
@@ -222,6 +222,8 @@ def test_p_has_its_factor_when_it_is_rounded(p: float, variant: str, device: str
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_almost_everything_dropped(variant: str, device: str) -> None:
     inputs = [x.requires_grad_() for x in some_inputs(device)]
+    if variant == "fa3" and fa3_dropout_reason(Problem(dtype=inputs[0].dtype, dropout_p=0.99999)):
+        pytest.skip("fa2 stands in for fa3")
     out = flash_ext.attention(*inputs, dropout_p=0.99999, variant=variant)
     grads = torch.autograd.grad(out.float().sum(), inputs)
     assert all(x.isfinite().all() for x in (out, *grads))
@@ -230,16 +232,16 @@ def test_almost_everything_dropped(variant: str, device: str) -> None:
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_largest_factor(variant: str, dtype: torch.dtype, device: str) -> None:
-    """65,536, which float16 does not hold: out and dv are counts of kept entries, times 64."""
+    """32,768: out and dv are counts of kept entries, times 32."""
     state, p, (batch, seqlen, heads, dim) = torch.tensor([8, 9], device=device), 1 - 1e-9, SQUARE
     kept = keep_mask(state, p, batch, heads, seqlen, seqlen)
-    assert kept.any() and keep_scale(p) == 65536
+    assert kept.any() and keep_scale(p) == 32768
     v = torch.ones(SQUARE, device=device, dtype=dtype, requires_grad=True)
     shape = (batch, seqlen, seqlen, heads, heads, dim)
     out = uniform_attention(shape, device, dtype, state, p, variant, v, causal=False)
     (dv,) = torch.autograd.grad(out, v, torch.ones_like(out))
     for x, rows in ((out, kept.sum(3)), (dv, kept.sum(2))):
-        assert torch.equal(x, (64 * rows.mT[..., None]).to(dtype).expand_as(x))
+        assert torch.equal(x, (32 * rows.mT[..., None]).to(dtype).expand_as(x))
 
 
 def test_state_is_drawn_from_torchs_generator(device: str) -> None:

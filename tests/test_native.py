@@ -502,7 +502,7 @@ def test_dropout_bits_are_pythons(native: ModuleType) -> None:
         seed, offset = (draw.randrange(-(2**63), 2**63) for _ in range(2))
         p = draw.choice((0.1, 0.5, 0.99))
         head, row, col = draw.randrange(10**6), draw.randrange(70_000), draw.randrange(70_000)
-        threshold = round((1 - p) * 2**32)
+        threshold = round(p * 2**15) * 0x10001
         expected = is_kept(seed, offset, p, head, row, col)
         assert native.is_kept(seed, offset, head, threshold, row, col) == expected
 

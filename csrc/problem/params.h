@@ -117,7 +117,7 @@ struct AttentionParams {
 
     // Dropout, see dropout.cuh.
     const int64_t* rng_state = nullptr;  // (2): seed, offset; null: none
-    uint32_t keep_threshold;
+    uint32_t drop_threshold;  // of 15 bits, twice
     // The factor of entries that are kept, 1 / (1 - p), is the product of these. P has the first
     // one when it is rounded: without it, small P would lose digits in fp16, with all of it the
     // largest could overflow.
@@ -161,6 +161,10 @@ inline constexpr float kMinScale = 1e-30f;
 // The largest softcap whose tanh one instruction computes well enough.
 inline constexpr float kMaxTanhSoftcap = 64.f;
 
+// The largest 1 / (1 - p) of dropout whose numbers may be compared as numbers of fp16: 31 of 32
+// magnitudes are finite.
+inline constexpr float kMaxHalvesKeepScale = 32.f;
+
 // A scale or a softcap that is tiny, a scale that is not positive, or a large softcap; or dropout
 // that keeps less than half, in fp16: small P then need a factor before they are rounded. 8-bit
 // kernels take any scale.
@@ -169,7 +173,7 @@ inline bool has_rare_scale(const AttentionParams& params) {
     const float cap = params.softcap != 0.f ? params.softcap : 1.f;
     const float keep_scale = params.p_factor * params.late_factor;
     return min_of(params.scale, cap) < kMinScale || cap > kMaxTanhSoftcap ||
-           (params.element_type == ElementType::kFloat16 && keep_scale > 2.f);
+           keep_scale > (params.element_type == ElementType::kFloat16 ? 2.f : kMaxHalvesKeepScale);
 }
 
 // The options that the call asks for.
@@ -228,6 +232,10 @@ struct ForwardParams : AttentionParams {
 
     // FA3 with pages and varlen: sequences of at most so many queries are another kernel's.
     int few_queries = 0;
+
+    // FA3 with a softcap: TanhSeries' offset and factors, and its limit.
+    float tanh_series[4];
+    float tanh_limit;
 };
 
 // Raised if *word is `epoch`, see launch_epoch.h. The word is the call's own, and nothing clears

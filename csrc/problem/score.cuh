@@ -9,6 +9,7 @@
 #include "problem/mask.cuh"
 #include "problem/params.h"
 #include "problem/sequences.cuh"
+#include "ptx/math.cuh"
 #include "ptx/memory.cuh"
 #include "tile/fragment.cuh"
 
@@ -26,6 +27,32 @@ struct LinearScale {
     float scale = 1.f;
     float slope = 0.f;
     float first[2] = {0.f, 0.f};
+
+    // That of scores which are now complete.
+    FLASH_DEVICE Unscaled complete() {
+        *this = {};
+        return {};
+    }
+};
+
+// The scale of scores that a softcap has not changed yet, but will change little: of a score x it
+// is factor[0] + t (factor[1] + t factor[2]), a series of tanh, with t = x^2 + offset. Scores are
+// near enough if all t, as bits, are below the limit: there another exponent begins.
+struct TanhSeries {
+    float offset;
+    float factor[3];
+    float cap;  // the scale of complete scores
+    uint32_t limit;
+    uint32_t& bits;  // of all t
+    bool& far;       // are scores of the Q tile not near enough?
+
+    FLASH_DEVICE bool is_far() const { return bits >= limit; }
+
+    FLASH_DEVICE float complete() {
+        offset = factor[1] = factor[2] = 0.f;
+        factor[0] = cap;
+        return cap;
+    }
 };
 
 // The factor from scores to exponents of 2. A kernel that changes scores multiplies them before it
@@ -329,7 +356,38 @@ FLASH_DEVICE DropoutMask dropout_mask(const AttentionParams& params, const Seque
                                       int head) {
     return DropoutMask(params.rng_state[0], params.rng_state[1],
                        static_cast<int64_t>(sequence.index()) * params.heads_q + head,
-                       params.keep_threshold);
+                       params.drop_threshold);
+}
+
+struct MulWide {
+    FLASH_DEVICE uint64_t operator()(uint32_t x, uint32_t y) const { return ptx::mul_wide(x, y); }
+};
+
+// Bits of ones in the halves for elements that are kept, in the rows and columns of keep(): in the
+// lower half by word `first`, in the upper one by `second`. Not for p above 31/32.
+FLASH_DEVICE uint32_t keep_pair(const DropoutMask& mask, uint32_t first, uint32_t second,
+                                int row_half, int col_half) {
+    // The upper halves of the words, rotated by 8 (2 row half + column half).
+    constexpr uint32_t kBytes[4] = {0x7632, 0x6521, 0x5410, 0x4703};
+    return ptx::halves_from(ptx::byte_permute(first, second, kBytes[2 * row_half + col_half]),
+                            mask.drop_threshold);
+}
+
+// Dropout of P as the operand of P V, by pairs. first_query is a multiple of 16, first_key of 32.
+template <int kCols, class Operand>
+FLASH_DEVICE void drop_pairs(Operand& p, const DropoutMask& mask, int first_query, int first_key) {
+    static_assert(kCols % 32 == 0);
+#pragma unroll
+    for (int n = 0; n < kCols / 32; ++n) {
+        const Philox4 random =
+            mask.words(first_query + lane_row(), first_key + 32 * n + lane_col(), MulWide{});
+#pragma unroll
+        for (int k = 0; k < 2; ++k)
+#pragma unroll
+            for (int j = 0; j < 4; ++j)  // of an A fragment: row half j % 2, column half j / 2
+                p.v[2 * n + k][j] &=
+                    keep_pair(mask, random.v[2 * k], random.v[2 * k + 1], j % 2, j / 2);
+    }
 }
 
 // visit(m, n, i, keep) for every element of a tile whose rows are queries and columns keys.
@@ -343,8 +401,8 @@ FLASH_DEVICE void for_each_keep(const DropoutMask& mask, int first_query, int fi
     for (int m = 0; m < Scores::kM; ++m)
 #pragma unroll
         for (int n = 0; n < Scores::kN; n += 4) {
-            const Philox4 random =
-                mask.words(first_query + 16 * m + lane_row(), first_key + 8 * n + lane_col());
+            const Philox4 random = mask.words(first_query + 16 * m + lane_row(),
+                                              first_key + 8 * n + lane_col(), MulWide{});
 #pragma unroll
             for (int col = 0; col < min_of(4, Scores::kN); ++col)
 #pragma unroll
@@ -357,31 +415,42 @@ FLASH_DEVICE void for_each_keep(const DropoutMask& mask, int first_query, int fi
         }
 }
 
-// The same for a tile whose rows are keys and columns queries; both begin at multiples of 16. A
-// word has the elements of a lane's rows and of one of its columns; two lanes of rows side by side
-// share the call, and so each makes it for one of two columns.
+// visit(m, n, words) for every 16x16 block of a tile whose rows are keys and columns queries; both
+// begin at multiples of 16. A word has the elements of a lane's rows and of one of its columns; two
+// lanes of rows side by side share the call, and so each makes it for one of two columns.
 template <class Scores, class Visit>
-FLASH_DEVICE void for_each_keep_transposed(const DropoutMask& mask, int first_key, int first_query,
-                                           Visit visit) {
+FLASH_DEVICE void for_each_words_transposed(const DropoutMask& mask, int first_key, int first_query,
+                                            Visit visit) {
     const int parity = lane_row() % 2;
 #pragma unroll
     for (int m = 0; m < Scores::kM; ++m)
 #pragma unroll
         for (int n = 0; n < Scores::kN; n += 2) {
             const int key = first_key + 16 * m + lane_row();
-            const Philox4 random = mask.words(first_query + 8 * n + lane_col() + parity, key);
+            const Philox4 random =
+                mask.words(first_query + 8 * n + lane_col() + parity, key, MulWide{});
             const bool second = key / 16 % 2 != 0;  // the same for all lanes
             const uint32_t even = second ? random.v[2] : random.v[0];
             const uint32_t odd = second ? random.v[3] : random.v[1];
             const uint32_t own = parity == 0 ? even : odd;
             const uint32_t other = __shfl_xor_sync(0xffffffff, parity == 0 ? odd : even, 4);
             const uint32_t words[2] = {parity == 0 ? own : other, parity == 0 ? other : own};
+            visit(m, n, words);
+        }
+}
+
+// visit(m, n, i, keep) for every element of such a tile.
+template <class Scores, class Visit>
+FLASH_DEVICE void for_each_keep_transposed(const DropoutMask& mask, int first_key, int first_query,
+                                           Visit visit) {
+    for_each_words_transposed<Scores>(
+        mask, first_key, first_query, [&](int m, int n, const uint32_t (&words)[2]) {
 #pragma unroll
             for (int half = 0; half < 2; ++half)
 #pragma unroll
                 for (int i = 0; i < 4; ++i)  // key half, parity of the query
                     visit(m, n + half, i, mask.keep(words[i % 2], half, i / 2));
-        }
+        });
 }
 
 }  // namespace flash_ext

@@ -54,6 +54,25 @@ FLASH_DEVICE float tanh(float x) {
     return y;
 }
 
+// The 64-bit product. From the same in C++, ptxas adds the upper word of one factor, which is zero.
+FLASH_DEVICE uint64_t mul_wide(uint32_t x, uint32_t y) {
+    uint64_t product;
+    asm("mul.wide.u32 %0, %1, %2;" : "=l"(product) : "r"(x), "r"(y));
+    return product;
+}
+
+// Bits of ones in the halves of x whose magnitude, as a number of fp16, is not below that of the
+// threshold, or is a NaN.
+FLASH_DEVICE uint32_t halves_from(uint32_t x, uint32_t threshold) {
+    uint32_t bits;
+    asm("{ .reg .b32 magnitude;\n"
+        "abs.f16x2 magnitude, %1;\n"
+        "set.geu.u32.f16x2 %0, magnitude, %2; }"
+        : "=r"(bits)
+        : "r"(x), "r"(threshold));
+    return bits;
+}
+
 // Ones in bits [begin, begin + width), clipped to 32 bits.
 FLASH_DEVICE uint32_t bit_range(uint32_t begin, uint32_t width) {
     uint32_t bits;

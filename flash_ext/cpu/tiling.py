@@ -143,7 +143,7 @@ class Tiling:
 
     @property
     def late_factor(self) -> float:
-        """The rest of `keep_scale`: 1, or up to 2 for p above 1 − 2^-15."""
+        """The rest of `keep_scale`: 1."""
         return self.keep_scale / self.p_factor
 
     @property

@@ -42,7 +42,7 @@ struct OptimisticSoftmax : OnlineSoftmax<16> {
     using Probabilities = RegisterOperand<kCols>;
 
     // From scores to P. Adds to l, and returns the factor of O. `fresh`: m is not known yet, or not
-    // to be tried. With a LinearScale complete() then makes the scores complete.
+    // to be tried. With a LinearScale or a TanhSeries complete() then makes the scores complete.
     template <class Scale, class Complete = Nothing>
     FLASH_DEVICE Rescaling step(RegisterTile<16, kCols>& s, RegisterOperand<kCols>& p, Scale scale,
                                 bool fresh, Complete complete = {}) {
@@ -51,10 +51,9 @@ struct OptimisticSoftmax : OnlineSoftmax<16> {
         bool raises[2] = {true, true};
         for (bool proven = false;; proven = true) {
             if (fresh || proven) [[unlikely]] {
-                if constexpr (std::is_same_v<Scale, LinearScale>) {
+                if constexpr (!std::is_same_v<Complete, Nothing>) {
                     complete();
-                    scale = {};
-                    rescaling = advance(s, raises, Unscaled{});
+                    rescaling = advance(s, raises, scale.complete());
                 } else {
                     rescaling = advance(s, raises, scale);
                 }
@@ -65,9 +64,11 @@ struct OptimisticSoftmax : OnlineSoftmax<16> {
                 for (int i = 0; i < 2; ++i) subtracted[i] = stale_subtrahend(row_max[0][i]);
                 break;
             }
-            const bool doubtful = exceeds(sum[0]) || exceeds(sum[1]);
+            bool doubtful = exceeds(sum[0]) || exceeds(sum[1]);
+            if constexpr (kSeries<Scale>) doubtful |= scale.is_far();
             if (!__any_sync(0xffffffff, doubtful)) [[likely]]
                 break;
+            if constexpr (kSeries<Scale>) scale.far |= __any_sync(0xffffffff, scale.is_far());
 #pragma unroll
             for (int i = 0; i < 2; ++i) raises[i] = !kRowsAlone || any_of_row(exceeds(sum[i]));
         }
@@ -77,6 +78,9 @@ struct OptimisticSoftmax : OnlineSoftmax<16> {
     }
 
  private:
+    template <class Scale>
+    static constexpr bool kSeries = std::is_same_v<Scale, TanhSeries>;
+
     static FLASH_DEVICE bool exceeds(float sum) { return !(sum <= kLimit); }
 
     static FLASH_DEVICE bool any_of_row(bool x) {
@@ -99,7 +103,8 @@ struct OptimisticSoftmax : OnlineSoftmax<16> {
         return rescaling;
     }
 
-    // The exponent of P from an element in row 8 i and a column of this lane: one FMA, or two.
+    // The exponent of P from an element in row 8 i and a column of this lane: one FMA, two, or
+    // four.
     template <class Scale>
     FLASH_DEVICE auto exponents(const Scale& scale) const {
         if constexpr (std::is_same_v<Scale, LinearScale>) {
@@ -108,8 +113,16 @@ struct OptimisticSoftmax : OnlineSoftmax<16> {
                 return fmaf(x, scale.scale,
                             fmaf(scale.slope, static_cast<float>(column), first[i]));
             };
-        } else {
+        } else if constexpr (!kSeries<Scale>) {
             return [=, this](float x, int i, int) { return x * scale - subtracted[i]; };
+        } else {
+            return [=, this](float x, int i, int) {
+                const float t = fmaf(x, x, scale.offset);
+                scale.bits |= __float_as_uint(t);
+                const float factor =
+                    fmaf(t, fmaf(t, scale.factor[2], scale.factor[1]), scale.factor[0]);
+                return fmaf(x, factor, -subtracted[i]);
+            };
         }
     }
 

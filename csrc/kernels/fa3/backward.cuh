@@ -281,10 +281,14 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
     FLASH_DEVICE void draw(State& s, const KeyTile& tile) const {
 #pragma unroll
         for (uint32_t& bits : s.kept) bits = 0;
-        for_each_keep_transposed<Scores>(
-            dropout_mask(params, tile.sequence, s.at.head), tile.first_key + warp_key,
-            tile.q_tile(s.at.i) * kBlockQ, [&](int, int n, int i, bool keep) {
-                s.kept[n / 8] |= static_cast<uint32_t>(keep) << (n % 8 * 4 + i);
+        const DropoutMask mask = dropout_mask(params, tile.sequence, s.at.head);
+        for_each_words_transposed<Scores>(
+            mask, tile.first_key + warp_key, tile.q_tile(s.at.i) * kBlockQ,
+            [&](int, int n, const uint32_t (&words)[2]) {
+#pragma unroll
+                for (int j = 0; j < 4; ++j)  // query half, key half
+                    s.kept[n / 8] |= keep_pair(mask, words[0], words[1], j / 2, j % 2) &
+                                     0x10001u << (n % 8 * 2 + j);
             });
     }
 
@@ -301,7 +305,7 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
             const float2 of_queries = column_pair(minus_delta, n);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const bool keep = s.kept[n / 8] >> (n % 8 * 4 + i) & 1;
+                const bool keep = (s.kept[n / 8] & 1u << (i % 2 * 16 + n % 8 * 2 + i / 2)) != 0;
                 const float minus = i % 2 == 0 ? of_queries.x : of_queries.y;
                 float& x = ds.v[0][0][i];
                 x = p.v[0][0][i] * (keep ? x * params.ds_factor + minus : minus);
@@ -403,9 +407,9 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
         Order::wait(consumer);
         issue_s(s, x);
         issue_dv_dk(s, x);
-        if constexpr (kDropout) draw(s, tile);
         if (kTuning.late_fences()) commit_dq(s, s.accumulate);
         s.accumulate = true;
+        if constexpr (kDropout) draw(s, tile);
         finish_dv_dk(s);
         warpgroup_fence(s.rS);
         issue_dp(s, x);

@@ -114,6 +114,8 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
         bool k_ready = false, v_ready = false;  // has a test found the next stage full?
         int skipped_tiles = 0;  // number of the next KV tiles that only other consumers see
 
+        bool far = false;  // with a softcap alone: see TanhSeries
+
         // With ALiBi alone: its slope; the diagonal's key in this warp's first row, as if the tile
         // of the scores had its index for a number.
         float slope{};
@@ -248,10 +250,13 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
             release_and_advance(q_pipeline, x.q, /*by_lanes=*/true);
         if constexpr (kUnmasked && Tiles::kAlibi) {
             x.rescaling = linear_step(x, rP);
+        } else if constexpr (kUnmasked && only_softcap(kOptions)) {
+            x.rescaling = near_step(x, rP);
         } else {
             this->template finish_scores<kUnmasked>(x.rS, x);
             if constexpr (Tiles::kAlibi) turn(x);
             const bool fresh = !kUnmasked && new_tile;
+            if (fresh) x.far = false;
             if (fresh) x.softmax = this->template begin_softmax<Softmax>(work_tiles[x.tile]);
             x.rescaling = x.softmax.step(x.rS, rP, exponent_scale<kOptions>(params), fresh);
         }
@@ -279,15 +284,23 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
                               [&] { this->template finish_scores<true>(x.rS, x); });
     }
 
+    // The softmax with a softcap: by a series of tanh, until a score is too large for it.
+    FLASH_DEVICE RowRescaling near_step(State& x, Probabilities& rP) const {
+        const float (&c)[4] = params.tanh_series;
+        uint32_t bits = 0;
+        const TanhSeries series{
+            c[0], {c[1], c[2], c[3]}, params.softcap_log2, __float_as_uint(params.tanh_limit), bits,
+            x.far};
+        return x.softmax.step(x.rS, rP, series, x.far,
+                              [&] { this->template finish_scores<true>(x.rS, x); });
+    }
+
     // Dropout. The row sums have all of P already.
     FLASH_DEVICE void drop(const State& x, Probabilities& rP) const {
         const QueryTile& tile = work_tiles[x.tile];
-        for_each_keep<Scores>(
-            dropout_mask(params, tile.sequence, tile.head), tile.first_query + this->warp_row(),
-            tile.kv_tiles.tile(x.kv_tile) * kBlockKV, [&](int, int n, int i, bool keep) {
-                uint32_t& pair = rP.v[n / 2][n % 2 * 2 + i / 2];
-                if (!keep) pair &= i % 2 == 0 ? 0xffff0000 : 0x0000ffff;
-            });
+        drop_pairs<kBlockKV>(rP, dropout_mask(params, tile.sequence, tile.head),
+                             tile.first_query + this->warp_row(),
+                             tile.kv_tiles.tile(x.kv_tile) * kBlockKV);
     }
 
     // Before P V: rescales O, or stores it as the result of the previous Q tile. kInTurn: it is
