@@ -129,9 +129,7 @@ def rows_of(kinds: Tensor, capacity: int | None = None) -> Tensor:
     rows = []
     for matrix in _matrices(kinds):
         order = order_of([sum(kind != HIDDEN for kind in row) for row in matrix])
-        rows += [
-            runs_of(row, capacity, i) for row, i in zip(matrix, order, strict=True)
-        ]
+        rows += [runs_of(row, capacity, i) for row, i in zip(matrix, order, strict=True)]
     shape = (*kinds.shape[:-1], 4 + capacity)
     return torch.tensor(rows, dtype=torch.int64).view(shape).to(torch.int32)
 

@@ -132,7 +132,8 @@ inline constexpr int kLengthClasses = 64;
 
 FLASH_HOST_DEVICE constexpr int length_class(int blocks) {
     const auto bits = std::bit_cast<uint32_t>(static_cast<float>(blocks)) >> 21;
-    return blocks == 0 ? kLengthClasses - 1 : max_of(kLengthClasses + 506 - static_cast<int>(bits), 0);
+    return blocks == 0 ? kLengthClasses - 1
+                       : max_of(kLengthClasses + 506 - static_cast<int>(bits), 0);
 }
 
 struct MakeMaskParams {

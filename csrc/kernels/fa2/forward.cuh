@@ -217,7 +217,8 @@ struct Fa2Forward {
         const auto keys = key_rows<kOptions>(params, sequence);
         const int first_key = tile<kAhead>(kv_tiles, i) * kBlockKV;
         const int next_key = first_key - kBlockKV;
-        if constexpr (kMayHaveMask) cursor.start(keys, view, head_k(), first_key);
+        if constexpr (kMayHaveMask)
+            if (params.tile_mask.kv_tiles != nullptr) cursor.start(keys, view, head_k(), first_key);
         cursor.template load<kAllRows>(shared, keys, view, head_k(), cols, params.aligned,
                                        first_key, next_key);
     }

@@ -117,11 +117,7 @@ struct Fa3BackwardProducers : Fa3Cta<std::conditional_t<contains(kOptions, Optio
     FLASH_DEVICE void describe_next(KeyTile& tile, int linear) const {
         WorkTile work;
         if constexpr (kMask) {
-            work = work_tile(linear, params.tile_order, params.tile_mask.first_rows);
-            if (!params.deterministic)  // otherwise tiles add in ascending order
-                work.tile_index = runs_of_kv_block(params, work.batch, work.head * group(),
-                                                   work.tile_index)
-                                      .in_order();
+            work = longest_first(params, linear);
         } else if (params.lead == 0) {
             work = work_tile(linear, params.tile_order);
         } else {

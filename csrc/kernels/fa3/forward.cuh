@@ -235,7 +235,8 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
         gemm_async<Element, kBlockKV>(x.rO, rP, v_columns, accumulate);
     }
 
-    // With a mask of tiles the visible columns of a partial tile, found while its scores are computed.
+    // With a mask of tiles the visible columns of a partial tile, found while its scores are
+    // computed.
     FLASH_DEVICE bool is_partial(const State& x) const { return x.kv_tile >= x.full_tiles.end; }
     template <bool kUnmasked>
     FLASH_DEVICE Columns columns(const State& x) const {

@@ -143,15 +143,8 @@ struct Fa3ForwardTiles
     // --- Producers ---
 
     FLASH_DEVICE void describe_next(QueryTile& tile, int linear) const {
-        WorkTile work;
-        if constexpr (kMask && !kMayHaveSplits) {
-            work = work_tile(linear, params.tile_order, params.tile_mask.first_rows);
-            const int block =
-                runs_of_q_block(params, work.batch, work.head, work.tile_index).in_order();
-            work.tile_index = params.tile_order.tiles - 1 - block;
-        } else {
-            work = work_tile(linear, params.tile_order);
-        }
+        WorkTile work = kMask && !kMayHaveSplits ? longest_first(params, linear)
+                                                 : work_tile(linear, params.tile_order);
         if constexpr (kMayHaveSplits) {
             tile.split = work.tile_index % params.num_splits;
             work.tile_index /= params.num_splits;
