@@ -19,7 +19,7 @@ def blocks_of(length: int) -> int:
     return -(-length // BLOCK)
 
 
-def runs_of(kinds: Sequence[int], capacity: int) -> list[int]:
+def runs_of(kinds: Sequence[int], capacity: int, order: int = 0) -> list[int]:
     """The row of these blocks' kinds, with poison after its runs."""
     runs = []
     for kind in (FULL, PARTIAL):
@@ -29,14 +29,14 @@ def runs_of(kinds: Sequence[int], capacity: int) -> list[int]:
             if found == kind:
                 runs.append(position | count << 16)
             position += count
-    row = [list(kinds).count(FULL), list(kinds).count(PARTIAL), len(runs), 0, *runs]
+    row = [list(kinds).count(FULL), list(kinds).count(PARTIAL), len(runs), order, *runs]
     return row + [POISON] * (4 + capacity - len(row))
 
 
 def kinds_of(row: Sequence[int], blocks: int) -> list[int]:
     """The kind of each block. Fails if the row is not as the format says."""
-    full, partial, runs, zero, *entries = row
-    assert zero == 0 and 0 <= runs <= len(entries) and len(row) % 4 == 0 and len(row) >= 8
+    full, partial, runs, _, *entries = row
+    assert 0 <= runs <= len(entries) and len(row) % 4 == 0 and len(row) >= 8
     listed: dict[int, list[int]] = {FULL: [], PARTIAL: []}
     for run in entries[:runs]:
         kind = FULL if len(listed[FULL]) < full else PARTIAL
@@ -53,8 +53,25 @@ def kinds_of(row: Sequence[int], blocks: int) -> list[int]:
     return kinds
 
 
+def order_of(lengths: Sequence[int]) -> list[int]:
+    """The rows of these numbers of blocks, the longest ones first. Numbers count as equal that lie
+    between the same two of 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, …, 57,344."""
+    edges = [quarter * 2**e / 4 for e in range(16) for quarter in range(4, 8)]
+
+    def place(i: int) -> tuple[int, int]:
+        return -sum(lengths[i] >= edge for edge in edges[:-1]), i
+
+    return sorted(range(len(lengths)), key=place)
+
+
+def _matrices(x: Tensor) -> list[list[list[int]]]:
+    return (x[None] if x.dim() == 2 else x.flatten(0, -3)).tolist()  # type: ignore[no-any-return]
+
+
 def kinds_of_rows(rows: Tensor, blocks: int) -> Tensor:
     """(…, R) → (…, blocks)."""
+    for matrix in _matrices(rows):
+        assert [row[3] for row in matrix] == order_of([row[0] + row[1] for row in matrix])
     kinds = [kinds_of(row, blocks) for row in rows.flatten(0, -2).tolist()]
     return torch.tensor(kinds, dtype=torch.uint8).view(*rows.shape[:-1], blocks)
 
@@ -109,7 +126,10 @@ def rows_of(kinds: Tensor, capacity: int | None = None) -> Tensor:
     """(…, blocks) → rows of runs (…, R), int32."""
     blocks = kinds.shape[-1]
     capacity = -(-max(blocks, 4) // 4) * 4 if capacity is None else capacity
-    rows = [runs_of(row, capacity) for row in kinds.flatten(0, -2).tolist()]
+    rows = []
+    for matrix in _matrices(kinds):
+        order = order_of([sum(kind != HIDDEN for kind in row) for row in matrix])
+        rows += [runs_of(row, capacity, i) for row, i in zip(matrix, order, strict=True)]
     shape = (*kinds.shape[:-1], 4 + capacity)
     return torch.tensor(rows, dtype=torch.int64).view(shape).to(torch.int32)
 

@@ -188,6 +188,26 @@ def test_every_tile_is_scheduled_once(
             assert found == sorted(found), "longest first within a group"
 
 
+@pytest.mark.parametrize("tiles", (1, 2, 7, 200))
+@pytest.mark.parametrize(("heads", "batch"), ((1, 1), (3, 1), (4, 3), (150, 1)))
+def test_longest_rows_of_a_mask_come_first(
+    tiles: int, heads: int, batch: int, native: ModuleType
+) -> None:
+    for l2_group_heads in {1, 2, heads * batch}:
+        tile_order = native.TileOrder(tiles, heads, batch, l2_group_heads)
+        first = native.longest_first(tile_order)
+        assert 1 <= first <= tiles and (first == tiles or first * heads * batch >= 132)
+        assert (first - 1) * heads * batch < 132, "one wave"
+        number = tiles * heads * batch
+        order = [native.work_tile(linear, tile_order, first) for linear in range(number)]
+        assert sorted(order) == sorted(itertools.product(range(tiles), range(heads), range(batch)))
+        of_all = [x for x in order if x[0] < first]
+        assert order[: len(of_all)] == of_all
+        assert [x[0] for x in of_all] == sorted(x[0] for x in of_all)
+        usual = [native.work_tile(linear, tile_order) for linear in range(number)]
+        assert order[len(of_all) :] == [x for x in usual if x[0] >= first]
+
+
 def test_order_of_tiles_chosen_on_the_host(native: ModuleType) -> None:
     """The numbers of CTAs and bytes are chosen by measurement; the relations are derived."""
     sizes = (0, 1 << 10, 1 << 22, 1 << 40)

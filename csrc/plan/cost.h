@@ -117,6 +117,14 @@ inline TileOrder forward_tile_order(const AttentionParams& params, const MaskSum
     return order;
 }
 
+// With a mask of tiles the host does not know how long a row is, and the longest one of a head may
+// take longer than all the rest of its L2 swizzle group: in the last group other SMs would wait for
+// it. So the first wave has the longest rows of all heads.
+inline int longest_first(const TileOrder& order, const GpuModel& gpu) {
+    const int heads = order.heads * order.batch;
+    return order.tiles_at_once > 1 ? 0 : min_of(ceil_div(gpu.sms, max_of(heads, 1)), order.tiles);
+}
+
 // The bytes of Q, dO and dQ that the KV tiles of a head share.
 inline int64_t backward_bytes_per_head(const BackwardParams& params, HeadDims dims) {
     return row_pair_bytes_with_dq(params, dims) * params.seqlen_q * group_of(params);

@@ -2,6 +2,7 @@
 // parameters of their kernels, and what the intervals of 128 queries show of each KV block.
 #pragma once
 
+#include <bit>
 #include <cstdint>
 
 #include "problem/params.h"
@@ -124,6 +125,16 @@ struct RowWriter {
         row[3] = 0;
     }
 };
+
+// The longer a row, the lower its class, of kLengthClasses; rows of one class are about equally
+// long. By the exponent and two bits of the mantissa of the number of its blocks.
+inline constexpr int kLengthClasses = 64;
+
+FLASH_HOST_DEVICE constexpr int length_class(int blocks) {
+    const auto bits = std::bit_cast<uint32_t>(static_cast<float>(blocks)) >> 21;
+    return blocks == 0 ? kLengthClasses - 1
+                       : max_of(kLengthClasses + 506 - static_cast<int>(bits), 0);
+}
 
 struct MakeMaskParams {
     int batch;     // Bm: B or 1

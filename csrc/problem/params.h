@@ -38,6 +38,7 @@ struct TileMask {
     bool bits = false;  // words are bits of keys, otherwise two intervals of keys
     bool by_batch = false;
     bool by_head = false;
+    int first_rows = 0;  // so many of the longest rows of each head come before all others
 };
 
 // x = x_8bit * descale. Strides in elements; 0 where one value serves all. `last` is the stride of

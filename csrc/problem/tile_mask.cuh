@@ -3,8 +3,9 @@
 // Each Q block has a row of runs of the KV blocks that it sees, and each KV block one of the Q
 // blocks that see it:
 //
-//     number of full blocks, number of partial ones, number of runs, 0, run, run, ...
+//     number of full blocks, number of partial ones, number of runs, order, run, run, ...
 //
+// The order of row i is the index of the row that comes as number i if the longest ones come first.
 // A run is its first block | its number of blocks << 16. In a full block every query sees every
 // key. Runs of full blocks come first, then runs of partial ones, both in ascending order. Of a
 // partial block a query sees what its 16 bytes of `words` say:
@@ -45,6 +46,7 @@ struct BlockRuns {
     FLASH_HOST_DEVICE int full() const { return row[0]; }
     FLASH_HOST_DEVICE int count() const { return row[0] + row[1]; }
     FLASH_HOST_DEVICE int runs() const { return row[2]; }
+    FLASH_HOST_DEVICE int in_order() const { return row[3]; }
     FLASH_HOST_DEVICE const int* first_run() const { return row + kMaskHeader; }
 };
 
@@ -121,7 +123,7 @@ struct TilesUp {
 };
 
 // ... or from the last one to the first. Runs are read one ahead, lest a producer waits for memory;
-// before the first one is the header's 0. Tile 0 if there is none.
+// what is before the first one is not used. Tile 0 if there is none.
 template <int kPerBlock>
 struct TilesDown {
     const int* run;
@@ -130,7 +132,7 @@ struct TilesDown {
     int left = 0;
 
     FLASH_HOST_DEVICE explicit TilesDown(const BlockRuns& runs)
-        : run(runs.first_run() + runs.runs() - 1), ahead(*run) {}
+        : run(runs.first_run() + runs.runs() - 1), ahead(runs.runs() == 0 ? 0 : *run) {}
 
     // Leaves out the last `tiles`.
     FLASH_HOST_DEVICE void skip(int tiles) {

@@ -29,6 +29,19 @@ FLASH_HOST_DEVICE constexpr WorkTile work_tile(int linear, const TileOrder& orde
     return {within / heads_here, flat_head % order.heads, flat_head / order.heads};
 }
 
+// If the first `first` tiles of all heads come before all others, which then are as above.
+FLASH_HOST_DEVICE constexpr WorkTile work_tile(int linear, TileOrder order, int first) {
+    const int heads = order.heads * order.batch;
+    if (linear < first * heads) {
+        const int flat_head = linear % heads;
+        return {linear / heads, flat_head % order.heads, flat_head / order.heads};
+    }
+    order.tiles -= first;
+    WorkTile work = work_tile(linear - first * heads, order);
+    work.tile_index += first;
+    return work;
+}
+
 FLASH_HOST_DEVICE constexpr int work_tile_count(const TileOrder& order) {
     return order.tiles * order.heads * order.batch;
 }

@@ -106,8 +106,19 @@ def rows_of_runs(kinds: Tensor) -> Tensor:
     return rows[..., :-1].to(torch.int32)
 
 
+def in_order(rows: Tensor) -> Tensor:
+    """Rows of runs (…, n, R) with their order.
+
+    By the exponent and two bits of the mantissa of their numbers of blocks.
+    """
+    length = rows[..., 0] + rows[..., 1]
+    by_class = length.float().view(torch.int32) >> 21
+    rows[..., 3] = by_class.clamp(max=570).argsort(stable=True, dim=-1, descending=True)
+    return rows
+
+
 def _lists(kinds: Tensor) -> tuple[Tensor, Tensor]:
-    return rows_of_runs(kinds), rows_of_runs(kinds.mT)
+    return in_order(rows_of_runs(kinds)), in_order(rows_of_runs(kinds.mT))
 
 
 def _rows_of_ranges(ranges: list[tuple[Tensor, Tensor, int]], capacity: int) -> Tensor:
@@ -260,7 +271,7 @@ def _mask_from_intervals_cpu(intervals: Tensor, seqlen_k: int) -> tuple[Tensor, 
     words = _words(intervals, seqlen_k)
     hulls = _hulls(words, intervals.shape[2])
     q_tiles = _rows_of_columns(_kinds(*hulls, blocks_of(seqlen_k)))
-    return _rows_of_hulls(*hulls), q_tiles, words
+    return in_order(_rows_of_hulls(*hulls)), in_order(q_tiles), words
 
 
 def _mask_from_blocks_cpu(kinds: Tensor, intervals: Tensor) -> tuple[Tensor, Tensor, Tensor]:

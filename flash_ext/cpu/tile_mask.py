@@ -3,10 +3,12 @@
 A block is 128 queries by 128 keys. There are nQ = ⌈Sq / 128⌉ by nK = ⌈Sk / 128⌉ of them; Bm is B or
 1, Hm is Hq or 1.
 
-- kv_tiles (Bm, Hm, nQ, R), int32: for each block of queries a row of runs, [full, partial, runs, 0,
-  run, run, …]. A run is a first block of keys | count << 16. All queries of a full block see all
-  its keys, which are below Sk. Runs of full blocks come first, `full` blocks in all, then runs of
-  partial ones, each in ascending order. Entries after the last run hold anything.
+- kv_tiles (Bm, Hm, nQ, R), int32: for each block of queries a row of runs, [full, partial, runs,
+  order, run, run, …]. A run is a first block of keys | count << 16. All queries of a full block see
+  all its keys, which are below Sk. Runs of full blocks come first, `full` blocks in all, then runs
+  of partial ones, each in ascending order. Entries after the last run hold anything. The order of
+  row i is the index of the row with which kernels begin as number i: longer rows come first, and
+  rows of about the same length in ascending order.
 - q_tiles (Bm, Hm, nK, R), int32: the same pairs of blocks, a row for each block of keys.
 - words, int32: four a query. Intervals: (Bm, Hm, nQ · 128, 4), two half-open intervals of keys,
   begin, end, begin, end, and zeros past Sq. Bits: (Bm, Hm, nQ, nK, 128, 4): bit b of word w is of

@@ -5,7 +5,8 @@
 //                     hulls each KV block has a hull of Q blocks, in which one run may be full
 //     kinds           become rows of runs; where intervals cut them, a hull says how
 //
-// A warp has a row of runs, or a Q block.
+// At last each row says which row is the next longest (tile_mask.cuh). A warp has a row of runs, or
+// a Q block, or all rows of a matrix.
 #pragma once
 
 #include <bit>
@@ -13,6 +14,7 @@
 #include "kernels/common/launch.cuh"
 #include "kernels/common/pack_mask.cuh"
 #include "problem/make_mask.cuh"
+#include "schedule/split_by_length.cuh"
 
 namespace flash_ext {
 
@@ -220,6 +222,56 @@ __global__ void __launch_bounds__(kMakeMaskThreads)
     }
 }
 
+// --- The order of rows ---
+
+// Calls visit(class, lanes of which a row has it, this lane's row) for the classes of each 32 rows.
+template <class Visit>
+FLASH_DEVICE void for_each_class(const int* rows, int stride, int count, Visit visit) {
+    const int lane = threadIdx.x % 32;
+    const auto class_of = [&](int row) {
+        const int* x = rows + int64_t{row} * stride;
+        return row < count ? length_class(x[0] + x[1]) : -1;
+    };
+    int next = class_of(lane);
+    for (int base = 0; base < count; base += 32) {
+        const int own = next;
+        next = class_of(base + 32 + lane);
+        for (uint32_t left = __ballot_sync(kAllLanes, own >= 0); left != 0;) {
+            const int found = __shfl_sync(kAllLanes, own, __ffs(left) - 1);
+            const uint32_t lanes = __ballot_sync(kAllLanes, own == found);
+            visit(found, lanes, base + lane);
+            left &= ~lanes;
+        }
+    }
+}
+
+// A counting sort of the rows of a matrix by their classes. Rows of one class stay in order, since
+// neighbors often see the same blocks. A lane has the counts of two classes.
+__global__ void __launch_bounds__(kMakeMaskThreads)
+    mask_order_kernel(const __grid_constant__ MakeMaskParams params) {
+    const int64_t matrix = warp_index() / 2;
+    if (matrix >= int64_t{params.batch} * params.heads) return;
+    const bool of_q_blocks = warp_index() % 2 == 0;
+    const int count = of_q_blocks ? params.q_blocks : params.kv_blocks;
+    const int stride = of_q_blocks ? params.kv_row : params.q_row;
+    int* rows = (of_q_blocks ? params.kv_tiles : params.q_tiles) + matrix * count * stride;
+    const int lane = threadIdx.x % 32;
+    int low = 0, high = 0;  // of the classes `lane` and 32 + lane
+    for_each_class(rows, stride, count, [&](int found, uint32_t lanes, int) {
+        if (found % 32 == lane) (found < 32 ? low : high) += __popc(lanes);
+    });
+    // Where the next row of each comes.
+    const int low_end = warp_prefix_sum(low), high_end = warp_prefix_sum(high);
+    high = __shfl_sync(kAllLanes, low_end, 31) + high_end - high;
+    low = low_end - low;
+    for_each_class(rows, stride, count, [&](int found, uint32_t lanes, int row) {
+        const int first = __shfl_sync(kAllLanes, found < 32 ? low : high, found % 32);
+        if (lanes >> lane & 1)
+            rows[int64_t{first + __popc(lanes & ~(kAllLanes << lane))} * stride + 3] = row;
+        if (found % 32 == lane) (found < 32 ? low : high) += __popc(lanes);
+    });
+}
+
 template <auto kKernel>
 cudaError_t launch_warps(int64_t warps, const MakeMaskParams& params, cudaStream_t stream) {
     return launch_kernel<kKernel>(ceil_div<int64_t>(warps, kMakeMaskThreads / 32), kMakeMaskThreads,
@@ -234,10 +286,15 @@ cudaError_t make_mask(const MakeMaskParams& params, cudaStream_t stream) {
     if (params.dense.data != nullptr) status = pack_mask(params, stream);
     if (has_intervals) status = launch_warps<mask_hulls_kernel>(q_rows, params, stream);
     if (status != cudaSuccess) return status;
-    if (params.kinds.data == nullptr)
-        return launch_warps<mask_columns_kernel>(kv_rows, params, stream);
-    return has_intervals ? launch_warps<mask_rows_kernel<true>>(q_rows + kv_rows, params, stream)
-                         : launch_warps<mask_rows_kernel<false>>(q_rows + kv_rows, params, stream);
+    if (params.kinds.data == nullptr) {
+        status = launch_warps<mask_columns_kernel>(kv_rows, params, stream);
+    } else if (has_intervals) {
+        status = launch_warps<mask_rows_kernel<true>>(q_rows + kv_rows, params, stream);
+    } else {
+        status = launch_warps<mask_rows_kernel<false>>(q_rows + kv_rows, params, stream);
+    }
+    if (status != cudaSuccess) return status;
+    return launch_warps<mask_order_kernel>(2 * matrices, params, stream);
 }
 
 }  // namespace flash_ext

@@ -217,7 +217,8 @@ struct Fa2Forward {
         const auto keys = key_rows<kOptions>(params, sequence);
         const int first_key = tile<kAhead>(kv_tiles, i) * kBlockKV;
         const int next_key = first_key - kBlockKV;
-        if constexpr (kMayHaveMask) cursor.start(keys, view, head_k(), first_key);
+        if constexpr (kMayHaveMask)
+            if (params.tile_mask.kv_tiles != nullptr) cursor.start(keys, view, head_k(), first_key);
         cursor.template load<kAllRows>(shared, keys, view, head_k(), cols, params.aligned,
                                        first_key, next_key);
     }
@@ -254,7 +255,8 @@ struct Fa2Forward {
         const auto words_of_row = [&](int row) -> const MaskWords& {
             return reinterpret_cast<const MaskWords*>(words)[warp_row + row];
         };
-        hide_keys(rS, words_of_row, params.tile_mask.bits, /*none=*/false, first_key);
+        hide_keys(rS, visible_columns<Scores>(words_of_row, params.tile_mask.bits, /*none=*/false,
+                                              first_key));
     }
 
     // S becomes P.

@@ -116,7 +116,9 @@ struct Fa3BackwardProducers : Fa3Cta<std::conditional_t<contains(kOptions, Optio
 
     FLASH_DEVICE void describe_next(KeyTile& tile, int linear) const {
         WorkTile work;
-        if (params.lead == 0) {
+        if constexpr (kMask) {
+            work = longest_first(params, linear);
+        } else if (params.lead == 0) {
             work = work_tile(linear, params.tile_order);
         } else {
             const int tile_index = linear % params.tile_order.tiles;

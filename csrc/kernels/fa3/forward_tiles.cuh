@@ -143,7 +143,8 @@ struct Fa3ForwardTiles
     // --- Producers ---
 
     FLASH_DEVICE void describe_next(QueryTile& tile, int linear) const {
-        WorkTile work = work_tile(linear, params.tile_order);
+        WorkTile work = kMask && !kMayHaveSplits ? longest_first(params, linear)
+                                                 : work_tile(linear, params.tile_order);
         if constexpr (kMayHaveSplits) {
             tile.split = work.tile_index % params.num_splits;
             work.tile_index /= params.num_splits;
@@ -435,15 +436,13 @@ struct Fa3ForwardTiles
         return tile.kv_tiles.full_for(mask_of(params, tile.sequence), queries_of(tile), kBlockKV);
     }
 
-    // Applies a mask of tiles to scores whose K has not been released.
+    // What a mask of tiles shows of a partial tile, whose K has not been released.
     template <class State>
-    FLASH_DEVICE void apply_tile_mask(RegisterTile<16, kBlockKV>& rS, const State& x) const {
-        if (x.kv_tile < x.full_tiles.end) return;
+    FLASH_DEVICE auto tile_columns(const State& x) const {
         const bool bits = params.tile_mask.bits;
         const MaskWords* words =
             bits ? storage.mask.bits[x.k.stage] : storage.mask.intervals[x.q.stage];
-        hide_keys(
-            rS,
+        return visible_columns<RegisterTile<16, kBlockKV>>(
             [&](int row) -> const MaskWords& {
                 return words[(warp_row() + row) >> pack_gqa_log2()];
             },

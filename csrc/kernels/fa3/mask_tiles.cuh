@@ -3,8 +3,10 @@
 #pragma once
 
 #include "problem/hide_by_words.cuh"
+#include "problem/params.h"
 #include "ptx/shared.cuh"
 #include "ptx/tma.cuh"
+#include "schedule/tile_order.cuh"
 
 namespace flash_ext {
 
@@ -27,6 +29,21 @@ struct BackwardMaskStorage {
 };
 template <int kStages, int kRows>
 struct BackwardMaskStorage<false, kStages, kRows> {};
+
+// A Q tile in the order of the mask's rows, or the KV tile of a head of K and V.
+FLASH_DEVICE WorkTile longest_first(const ForwardParams& params, int linear) {
+    WorkTile work = work_tile(linear, params.tile_order, params.tile_mask.first_rows);
+    const int block = runs_of_q_block(params, work.batch, work.head, work.tile_index).in_order();
+    work.tile_index = params.tile_order.tiles - 1 - block;  // describe() has the last one first
+    return work;
+}
+FLASH_DEVICE WorkTile longest_first(const BackwardParams& params, int linear) {
+    WorkTile work = work_tile(linear, params.tile_order, params.tile_mask.first_rows);
+    const int head = work.head * (params.heads_q / params.heads_k);
+    if (!params.deterministic)  // otherwise tiles add in ascending order
+        work.tile_index = runs_of_kv_block(params, work.batch, head, work.tile_index).in_order();
+    return work;
+}
 
 // Loads the words of so many queries.
 FLASH_DEVICE void load_words(MaskWords* target, const uint32_t* source, int queries,
