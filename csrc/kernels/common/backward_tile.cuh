@@ -61,7 +61,8 @@ struct DQAccum {
                          int q_tile, int slice) {
         // In these kernels no register is left for the thread's index over the loop.
         constexpr bool kNoRegister =
-            Tile::kDQSlices > 1 || (Tile::kHeadDim == 128 && kCudaArch < 900);
+            Tile::kDQSlices > 1 ||
+            ((Tile::kHeadDim == 128 || Tile::kBiasTiles) && kCudaArch < 900);
         const int thread = !kWhole && kNoRegister ? ptx::not_hoisted(threadIdx.x) : threadIdx.x;
         const int warp = thread / 32;
         // ptxas 13.0: with either form alone, one of the kernels spills.
@@ -262,12 +263,11 @@ struct BackwardTile {
     FLASH_DEVICE void load_bias(const Walk& walk, int first_key) const {
         if constexpr (kBiasTiles) {
             const int first_query = walk.q_tile() * kBlockQ;
-            first_key = ptx::not_hoisted(first_key);  // no register is left for what depends on it
             BiasCursor<BiasTile, kThreads, kBlockQ> cursor;
             cursor.start(params, sequence.batch, walk.head, first_query, first_key);
             cursor.template load<false>(bias_tile_at(walk.stage), params.bias.strides[2],
-                                        sequence.seqlen_q - first_query,
-                                        sequence.seqlen_k - first_key, 0);
+                                        params.seqlen_q - first_query,
+                                        params.seqlen_k - first_key, 0);
         }
     }
 
@@ -534,7 +534,7 @@ struct BackwardTile {
 
     // Eight keys. Rows of dbias are a multiple of 16 bytes.
     FLASH_DEVICE void store_dbias_chunk(int head, int query, int key, const uint4& x) const {
-        if (query >= sequence.seqlen_q || key >= sequence.seqlen_k) return;
+        if (query >= params.seqlen_q || key >= params.seqlen_k) return;
         const int64_t row = int64_t{sequence.batch * params.heads_q + head} * params.seqlen_q;
         *reinterpret_cast<uint4*>(static_cast<Element*>(params.dbias) +
                                   (row + query) * params.seqlen_k + key) = x;
