@@ -54,8 +54,8 @@ inline constexpr OptionSets kFa2BiasOptions{
     5, {kDense, kVarlenSplits, kFa2Bias, kAllAndMask, kPagesScores}};
 inline constexpr OptionSets kFa2RareOptions{3, {kVarlenSplits, kAllAndMask, kPagesScores}};
 inline constexpr OptionSets kFa2BackwardOptions{3, {kDense, kVarlenSplits, kAllAndMask}};
-inline constexpr OptionSets kFa2BiasBackwardOptions{
-    4, {kDense, kVarlenSplits, kFa2Bias, kAllAndMask}};
+inline constexpr OptionSets kFa2BiasBackwardOptions{4,
+                                                    {kDense, kVarlenSplits, kFa2Bias, kAllAndMask}};
 inline constexpr OptionSets kFa2RareBackwardOptions{2, {kVarlenSplits, kAllAndMask}};
 
 // A warp has two blocks of 16 rows where O and S fit in 255 registers per lane, otherwise one. A

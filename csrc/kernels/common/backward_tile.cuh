@@ -16,8 +16,8 @@
 // shared memory. For dQ the warps are regrouped kWarpsM x kWarpsN over (queries, columns).
 //
 // Shared memory: K, V [kBlockKV][D]; kStages x (Q, dO [kBlockQ][D], lse, delta,
-// reference [kBlockQ], a tile of a bias in 16 bits [kBlockQ][kBlockKV]); dS^T and, for kWarpsD > 1, P^T [kBlockKV][kBlockQ]. dV and dK leave through
-// the K and V tiles.
+// reference [kBlockQ], a tile of a bias in 16 bits [kBlockQ][kBlockKV]); dS^T and, for kWarpsD > 1,
+// P^T [kBlockKV][kBlockQ]. dV and dK leave through the K and V tiles.
 #pragma once
 
 #include "kernels/common/backward_math.cuh"
@@ -61,8 +61,7 @@ struct DQAccum {
                          int q_tile, int slice) {
         // In these kernels no register is left for the thread's index over the loop.
         constexpr bool kNoRegister =
-            Tile::kDQSlices > 1 ||
-            ((Tile::kHeadDim == 128 || Tile::kBiasTiles) && kCudaArch < 900);
+            Tile::kDQSlices > 1 || ((Tile::kHeadDim == 128 || Tile::kBiasTiles) && kCudaArch < 900);
         const int thread = !kWhole && kNoRegister ? ptx::not_hoisted(threadIdx.x) : threadIdx.x;
         const int warp = thread / 32;
         // ptxas 13.0: with either form alone, one of the kernels spills.
@@ -266,8 +265,8 @@ struct BackwardTile {
             BiasCursor<BiasTile, kThreads, kBlockQ> cursor;
             cursor.start(params, sequence.batch, walk.head, first_query, first_key);
             cursor.template load<false>(bias_tile_at(walk.stage), params.bias.strides[2],
-                                        params.seqlen_q - first_query,
-                                        params.seqlen_k - first_key, 0);
+                                        params.seqlen_q - first_query, params.seqlen_k - first_key,
+                                        0);
         }
     }
 
@@ -431,10 +430,10 @@ struct BackwardTile {
         gemm<Element, kBlockKV>(rdQ, dS, BSkipping<KColumns, kSlice*(DQ::kN / 2)>{k});
     }
 
-    // Where each element of dbias is one of dS, in 16 bits: dS of this iteration, complete in shared
-    // memory, is a tile of it, or of zeros where no Q tile is visited. A matrix of ldmatrix may have
-    // any eight keys: here those that give a lane eight keys of one query, side by side. That would
-    // be four banks at once, so lane 4 g + c begins with its pair of keys c.
+    // Where each element of dbias is one of dS, in 16 bits, dS of this iteration, complete in
+    // shared memory, is a tile of it. A matrix of ldmatrix may have any eight keys: here those that
+    // give a lane eight keys of one query, side by side. Their rows would share banks, so lane 4 g
+    // + c has its pair of keys (j + c) % 4 in register j.
     FLASH_DEVICE void store_dbias(const Walk& walk, int first_key) const {
         constexpr int kKeys = 32;  // of four lanes
         constexpr int kPieces = kBlockQ / 8 * (kBlockKV / kKeys);
@@ -450,14 +449,15 @@ struct BackwardTile {
             uint32_t x[4];
             ptx::ldmatrix_x4<true>(x, ds_tile() + PTile::offset(key + key_of_row, query / 8));
             const bool by_one = lane % 2 != 0, by_two = lane % 4 >= 2;
-            const uint32_t y[4] = {by_one ? x[3] : x[0], by_one ? x[0] : x[1],
-                                   by_one ? x[1] : x[2], by_one ? x[2] : x[3]};
+            const uint32_t y[4] = {by_one ? x[3] : x[0], by_one ? x[0] : x[1], by_one ? x[1] : x[2],
+                                   by_one ? x[2] : x[3]};
             store_dbias_chunk(walk.head, walk.q_tile() * kBlockQ + query + lane / 4,
                               first_key + key + lane % 4 * 8,
                               {by_two ? y[2] : y[0], by_two ? y[3] : y[1], by_two ? y[0] : y[2],
                                by_two ? y[1] : y[3]});
         }
     }
+    // Zeros where the mask hides tiles.
     FLASH_DEVICE void zero_hidden_dbias(int first_key) const {
         constexpr int kChunks = kBlockKV / 8;  // of a row
         const VisibleTiles seen = q_tiles_seeing(first_key);

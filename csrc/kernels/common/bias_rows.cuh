@@ -34,8 +34,8 @@ struct BiasCursor {
                  walk.chunk * Tile::kChunk;
     }
 
-    // Rows and keys from these numbers on arrive as zeros; kAllKeys: there are none of the keys. The
-    // next tile's first key is `step` from this one's.
+    // Rows and keys from these numbers on arrive as zeros; kAllKeys: there are none of the keys.
+    // The next tile's first key is `step` from this one's.
     template <bool kAllKeys>
     FLASH_DEVICE void load(uint32_t shared, int64_t row_stride, int rows, int keys, int step) {
         const Walk walk(ptx::not_hoisted(threadIdx.x) % kThreads);

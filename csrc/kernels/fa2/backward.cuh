@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
                 cta.load_q(next);
                 cta.load_statistics(next);
                 cta.load_words(next, first_key);
-            cta.load_bias(next, first_key);
+                cta.load_bias(next, first_key);
             }
             ptx::cp_async_commit();
         }
@@ -182,10 +182,10 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
 
     ptx::cp_async_wait<0>();
     __syncthreads();  // all warps have left the K and V tiles; the tile coordinates are stored
-    const Tile after(params, stored.sequence, stored.head);
-    after.store_dk_dv(rdK, rdV, stored.first_row);
+    Tile(params, stored.sequence, stored.head).store_dk_dv(rdK, rdV, stored.first_row);
     if constexpr (Tile::kBiasTiles)
-        if (params.stores_dbias) after.zero_hidden_dbias(stored.first_row);
+        if (params.stores_dbias)
+            Tile(params, stored.sequence, stored.head).zero_hidden_dbias(stored.first_row);
 }
 
 template <class Element, int kHeadDim, int kHeadDimV, OptionSet kOptions, bool kLessMemory>

@@ -22,10 +22,12 @@
 // (Flash-Decoding, Dao et al. 2023) and stores its O / l, row maxima and row sums in float32;
 // combine.cuh combines the splits. The plain form has no splits: the varlen form stands in for it.
 //
-// A bias in 16 bits comes as Q and K do, in tiles: a warp copies its rows of the next one when it has
-// read the last one, and waits for it after the next Q K^T. Other biases are read from HBM.
+// A bias in 16 bits comes in tiles, as K and V do: a warp copies its rows of the next one when it
+// has read those of the last one, and waits for them after the next Q K^T. Other biases are read
+// from HBM.
 //
-// Shared memory: Q [kBlockQ][D], the tile of the bias [kBlockQ][kBlockKV], then a pipeline of stages, each a V tile and a K tile
+// Shared memory: Q [kBlockQ][D], a tile of the bias [kBlockQ][kBlockKV], then a pipeline of stages,
+// each a V tile and a K tile
 // [kBlockKV][D], swizzled, its mbarriers, and the CTA's tile coordinates.
 //
 // Pipeline: a stage holds V of one iteration and K of the next, so an iteration waits once, before
@@ -240,10 +242,10 @@ struct Fa2Forward {
     }
     template <bool kAllKeys>
     FLASH_DEVICE void load_bias(int kv_tile) {
-        bias_cursor.template load<kAllKeys>(
-            sBias() + warp_row * BiasTile::kPitch, params.bias.strides[2],
-            params.seqlen_q - first_query - warp_row, params.seqlen_k - kv_tile * kBlockKV,
-            -kBlockKV);
+        bias_cursor.template load<kAllKeys>(sBias() + warp_row * BiasTile::kPitch,
+                                            params.bias.strides[2],
+                                            params.seqlen_q - first_query - warp_row,
+                                            params.seqlen_k - kv_tile * kBlockKV, -kBlockKV);
     }
 
     // S = Q K^T, masked.
