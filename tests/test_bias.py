@@ -312,7 +312,7 @@ def stored_gradients() -> Iterator[Problem]:
 @pytest.mark.parametrize("variant", ("auto", "fa2"))
 @pytest.mark.parametrize("problem", stored_gradients(), ids=str)
 def test_stored_gradient_against_float64(problem: Problem, variant: str) -> None:
-    """The backward stores it: kernels/fa3/stored_dbias.cuh, and of FA2 what is one term in 16 bits."""
+    """The backward stores it (kernels/fa3/stored_dbias.cuh); FA2 what is one term in 16 bits."""
     check(problem, variant, "cuda", deterministic=problem.seed % 2 == 1)
 
 

@@ -165,7 +165,7 @@ struct BackwardTile {
         char ds_p[kWarpsD > 1 ? 2 : 1][PTile::kBytes];  // dS^T and, where warps share it, P^T
         char q[kStages][QTile::kBytes];
         char dout[kStages][DOTile::kBytes];
-        [[no_unique_address]] BiasStorage<kBiasTiles, BiasTile, kStages> bias;
+        [[no_unique_address]] BiasRowsStorage<kBiasTiles, BiasTile, kStages> bias;
         Statistics statistics[kStages];
         [[no_unique_address]] QTileMaskStorage<kMayHaveMask, kStages, kBlockQ> mask;
         alignas(16) int work_index;

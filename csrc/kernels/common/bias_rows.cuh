@@ -9,11 +9,11 @@ namespace flash_ext {
 
 // A member of SharedStorage, empty in kernels without such tiles.
 template <bool kBias, class Tile, int kStages = 1>
-struct BiasStorage {
+struct BiasRowsStorage {
     alignas(1024) char tiles[kStages][Tile::kBytes];
 };
 template <class Tile, int kStages>
-struct BiasStorage<false, Tile, kStages> {};
+struct BiasRowsStorage<false, Tile, kStages> {};
 
 // kRows rows of tiles whose rows are queries, by kThreads threads, one tile after another. It keeps
 // the address of this thread's first 16 bytes.

@@ -79,7 +79,7 @@ struct Fa2Forward {
 
     struct SharedStorage {
         char q_o[max_of(QTile::kBytes, OTile::kBytes)];
-        [[no_unique_address]] BiasStorage<kBiasTiles, BiasTile> bias;
+        [[no_unique_address]] BiasRowsStorage<kBiasTiles, BiasTile> bias;
         typename KVPipeline::Storage kv;
         TileCoord tile_coord;
     };
