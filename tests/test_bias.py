@@ -309,10 +309,52 @@ def stored_gradients() -> Iterator[Problem]:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("variant", ("auto", "fa2"))
 @pytest.mark.parametrize("problem", stored_gradients(), ids=str)
-def test_stored_gradient_against_float64(problem: Problem) -> None:
-    """Hopper GPUs: the backward stores it (kernels/fa3/stored_dbias.cuh)."""
-    check(problem, "auto", "cuda", deterministic=problem.seed % 2 == 1)
+def test_stored_gradient_against_float64(problem: Problem, variant: str) -> None:
+    """The backward stores it (kernels/fa3/stored_dbias.cuh); FA2 what is one term in 16 bits."""
+    check(problem, variant, "cuda", deterministic=problem.seed % 2 == 1)
+
+
+def tiles() -> Iterator[Problem]:
+    """Rows that start on 16-byte boundaries, of every pattern: FA2 copies tiles of the bias."""
+    lengths = ((150, 296), (300, 136), (33, 504), (64, 64), (1, 1000), (700, 72))
+    masks = (*MASKS, {"window": (70, 30)}, {"window": (200, -1)})
+    grid = itertools.product(BIAS_PATTERNS, ({}, {"seqused_k": (100, 0, 37)}), (32, 64, 128))
+    problems = (
+        Problem(
+            3,
+            *((150, 296) if sequences else lengths[index % 6]),
+            heads_k=1 if index % 4 == 0 else 2,
+            head_dim=d,
+            bias=pattern,
+            sink=index % 5 == 0,
+            seed=index,
+            **sequences,
+            **masks[index % len(masks)],
+        )
+        for index, (pattern, sequences, d) in enumerate(grid)
+    )
+    yield from alternate(problems)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("problem", tiles(), ids=str)
+def test_tiles_against_float64(problem: Problem) -> None:
+    check(problem, "fa2", "cuda", deterministic=problem.seed % 2 == 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("keys", (1000, 1024))
+@pytest.mark.parametrize("d", (32, 64, 128))
+def test_tiles_of_rows_with_a_pad(d: int, keys: int) -> None:
+    """Rows may be longer than the bias, and what they have beyond it is not read."""
+    problem = Problem(2, 300, keys - 3, 4, 2, d, bias="bhqk")
+    inputs = make_inputs(problem, "cuda")
+    whole = torch.full((2, 4, 300, keys), torch.nan, dtype=inputs.q.dtype, device="cuda")
+    whole[..., : keys - 3] = inputs.bias.detach()
+    inputs.bias = whole[..., : keys - 3].requires_grad_()
+    check(problem, "fa2", "cuda", inputs=inputs)
 
 
 @pytest.mark.gpu
@@ -404,6 +446,18 @@ def test_the_backward_stores_what_needs_no_sum(
     hopper = torch.cuda.get_device_capability()[0] == 9
     assert ("Fa3BiasGradient" in kernels) == (hopper and not stored)
     assert ("bias_gradient_kernel" in kernels) != hopper
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("batch", "pattern", "keys", "stored"),
+    ((3, "bhqk", 104, True), (1, "1hqk", 104, True), (3, "bhqk", 101, False)),
+)
+def test_the_backward_of_fa2_stores_rows_of_16_bytes(
+    batch: int, pattern: str, keys: int, stored: bool
+) -> None:
+    kernels = kernels_of(Problem(batch, 100, keys, 2, 2, 64, bias=pattern), "fa2")
+    assert ("bias_gradient_kernel" in kernels) != stored
 
 
 @pytest.mark.gpu

@@ -1069,9 +1069,31 @@ def test_fa3_backward_stores_dbias(fields: dict, expected: str | None, native: M
         assert others == ["copy_dbias" for _ in copies]
 
 
+@pytest.mark.parametrize(
+    ("fields", "stored"),
+    [
+        ({}, True),
+        ({"batch": 1, "bias_sizes": (1, 2, 300, 304)}, True),
+        ({"bias_sizes": (1, 2, 300, 304)}, False),  # two terms
+        ({"bias_sizes": (2, 2, 1, 304)}, False),
+        ({"bias_float32": True}, False),
+        ({"softcap": 9.0}, False),  # the general kernel
+        ({"head_dim": 96, "head_dim_v": 96}, False),
+        ({"seqlen_k": 300, "bias_sizes": (2, 2, 300, 300)}, False),  # rows of 600 bytes
+        ({"dbias_factor": 0.5}, False),
+    ],
+    ids=str,
+)
+def test_fa2_backward_stores_dbias(fields: dict, stored: bool, native: ModuleType) -> None:
+    launches = problem(native, bias=True, **STORED | fields).backward("fa2").launches
+    assert launches[0].startswith("fa2_backward")
+    assert (launches[-1] == "bias_gradient") != stored
+
+
 def test_gpu_problems_have_every_cluster(native: ModuleType) -> None:
     """Of the gradient of a bias, in tests/test_bias.py."""
     p = problem(native, seqlen_q=128, seqlen_k=128, bias=True, wanted="fa3")
+    p.dbias_factor = 0.5  # FA2's backward does not store it then
     for p.batch, heads, ctas in CLUSTERS:
         p.heads_q = p.heads_k = heads
         p.bias_sizes = (1, heads, 128, 128)

@@ -21,7 +21,7 @@ void plan_fa2_forward(ForwardPlan& plan) {
     const GpuModel& gpu = plan.kernel.gpu;
     // With pages there is only the general tile. A rare scale asks for it without pages, too.
     const OptionSet needed =
-        options_of(params) | only_if(params.batch_invariant, OptionSet::kRareScale);
+        mma_options_of(params) | only_if(params.batch_invariant, OptionSet::kRareScale);
     // As with splits until their number is known.
     choose_kernel(plan, tuning::kFa2Forward, needed | OptionSet::kSplits);
     const HeadDims dims = plan.kernel.head_dims;
@@ -39,9 +39,23 @@ void plan_fa2_forward(ForwardPlan& plan) {
         forward_tile_order(params, plan.mask, q_tiles, dims, tuned, gpu, params.num_splits);
 }
 
+// Can the backward itself store dS as dbias, in rows of a multiple of 16 bytes?
+bool stores_dbias(const BackwardPlan& plan) {
+    const BackwardParams& params = plan.params;
+    const Bias& bias = params.bias;
+    return params.dbias != nullptr && has_bias_tiles(plan.kernel.options) && !is_varlen(params) &&
+           bias.sizes[0] == params.batch && bias.sizes[1] == params.heads_q &&
+           bias.sizes[2] == params.seqlen_q && bias.sizes[3] == params.seqlen_k &&
+           bias.sizes[3] % 8 == 0 && params.dbias_factor == 1.f;
+}
+
 void plan_fa2_backward(BackwardPlan& plan) {
     if (plan_short_backward(plan)) return;
     Fa2Kernels::plan_backward(plan);
+    if (stores_dbias(plan)) {
+        plan.kernel.stored_dbias = StoredDBias::kStored;
+        plan.params.stores_dbias = true;
+    }
     const HeadDims dims = plan.kernel.head_dims;
     const tuning::MmaBackwardShape tile = tuning::fa2_backward_shape(dims, plan.kernel.options);
     plan.params.tile_order =

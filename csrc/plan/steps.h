@@ -149,7 +149,7 @@ struct MmaKernels {
     // Only kernels for varlen have Q tiles that are not whole.
     static void plan_backward(BackwardPlan& plan) {
         BackwardParams& params = plan.params;
-        OptionSet needed = options_of(params);
+        OptionSet needed = mma_options_of(params);
         const auto* row = tuning::find_row(kBackwardTable, head_dims(params), needed);
         if (row != nullptr && params.seqlen_q % row->plain.block_q != 0)
             needed = needed | OptionSet::kVarlen;

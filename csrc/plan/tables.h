@@ -50,6 +50,7 @@ inline constexpr OptionSet kFa3Mask = OptionSet::kMask;  // the same
 inline constexpr OptionSet kFa3MaskSplits = OptionSet::kMask | OptionSet::kSplits;
 // The widest heads whose forward has registers for a float32 bias, too.
 inline constexpr int kFa3Float32BiasHeadDim = 64;
+inline constexpr OptionSet kFa2Bias = kVarlenSplits | OptionSet::kBias;
 inline constexpr OptionSet kFa3Scores =
     kVarlenSplits | OptionSet::kRareScale | OptionSet::kSoftcap | OptionSet::kAlibi;
 inline constexpr OptionSet kAllOptions =

@@ -50,8 +50,12 @@ struct Fa2ForwardShape {
 
 // Kernels for varlen serve sequences of equal length, too: at rare head dims they do.
 inline constexpr OptionSets kFa2Options{4, {kDense, kVarlenSplits, kAllAndMask, kPagesScores}};
+inline constexpr OptionSets kFa2BiasOptions{
+    5, {kDense, kVarlenSplits, kFa2Bias, kAllAndMask, kPagesScores}};
 inline constexpr OptionSets kFa2RareOptions{3, {kVarlenSplits, kAllAndMask, kPagesScores}};
 inline constexpr OptionSets kFa2BackwardOptions{3, {kDense, kVarlenSplits, kAllAndMask}};
+inline constexpr OptionSets kFa2BiasBackwardOptions{4,
+                                                    {kDense, kVarlenSplits, kFa2Bias, kAllAndMask}};
 inline constexpr OptionSets kFa2RareBackwardOptions{2, {kVarlenSplits, kAllAndMask}};
 
 // A warp has two blocks of 16 rows where O and S fit in 255 registers per lane, otherwise one. A
@@ -62,6 +66,7 @@ struct Fa2ForwardRow {
     OptionSets options = kFa2Options;
     Fa2ForwardShape plain;  // and varlen
     Fa2ForwardShape general;
+    Fa2ForwardShape with_bias = plain;  // of kFa2Bias
     // Where shared memory does not suffice for these (163 KB, A100).
     Fa2ForwardShape small_plain = plain;
     Fa2ForwardShape small_general = general;
@@ -69,14 +74,23 @@ struct Fa2ForwardRow {
 
 inline constexpr Fa2ForwardRow kFa2Forward[] = {
     {.head_dims = {32, 32},
+     .options = kFa2BiasOptions,
      .plain = {.block_kv = 64, .ctas_per_sm = 3},
      .general = {.block_kv = 64}},
-    {.head_dims = {64, 64}, .plain = {.block_kv = 128}, .general = {.block_kv = 64}},
+    {.head_dims = {64, 64},
+     .options = kFa2BiasOptions,
+     .plain = {.block_kv = 128},
+     .general = {.block_kv = 64},
+     .with_bias = {.block_kv = 64}},
     {.head_dims = {96, 96},
      .options = kFa2RareOptions,
      .plain = {.block_kv = 64},
      .general = {.block_kv = 32}},
-    {.head_dims = {128, 128}, .plain = {.block_kv = 64}, .general = {.block_kv = 32}},
+    {.head_dims = {128, 128},
+     .options = kFa2BiasOptions,
+     .plain = {.block_kv = 64},
+     .general = {.block_kv = 32},
+     .with_bias = {.block_kv = 48}},
     {.head_dims = {192, 128},
      .options = kFa2RareOptions,
      .plain = {.block_kv = 48},
@@ -95,6 +109,7 @@ inline constexpr Fa2ForwardRow kFa2Forward[] = {
 constexpr Fa2ForwardShape fa2_forward_shape(HeadDims dims, OptionSet options,
                                             bool less_memory = false) {
     const Fa2ForwardRow row = row_of(kFa2Forward, dims);
+    if (has_bias_tiles(options)) return less_memory ? row.small_general : row.with_bias;
     if (changes_scores(options)) return less_memory ? row.small_general : row.general;
     return less_memory ? row.small_plain : row.plain;
 }
@@ -411,15 +426,19 @@ struct Fa2BackwardRow {
     OptionSets options = kFa2BackwardOptions;
     MmaBackwardShape general;  // options take registers
     MmaBackwardShape plain;
+    MmaBackwardShape with_bias = plain;  // of kFa2Bias
     MmaBackwardShape varlen = plain;
     MmaBackwardShape small_plain = plain;  // where shared memory does not suffice (163 KB, A100)
+    MmaBackwardShape small_with_bias = with_bias;
 };
 
 inline constexpr Fa2BackwardRow kFa2Backward[] = {
     {.head_dims = {32, 32},
+     .options = kFa2BiasBackwardOptions,
      .general = {.block_q = 64, .keys_per_warp = 16, .warps_kv = 8},
      .plain = {.block_q = 32, .keys_per_warp = 32, .warps_kv = 4, .ctas_per_sm = 2}},
     {.head_dims = {64, 64},
+     .options = kFa2BiasBackwardOptions,
      .general = {.block_q = 32, .keys_per_warp = 16, .warps_kv = 8},
      .plain = {.block_q = 32, .keys_per_warp = 32, .warps_kv = 4, .ctas_per_sm = 2}},
     {.head_dims = {96, 96},
@@ -427,8 +446,10 @@ inline constexpr Fa2BackwardRow kFa2Backward[] = {
      .general = {.block_q = 32, .keys_per_warp = 16, .warps_kv = 4, .ctas_per_sm = 2},
      .plain = {.block_q = 64, .keys_per_warp = 16, .warps_kv = 8}},
     {.head_dims = {128, 128},
+     .options = kFa2BiasBackwardOptions,
      .general = {.block_q = 32, .keys_per_warp = 32, .warps_kv = 4, .warps_d = 2},
-     .plain = {.block_q = 64, .keys_per_warp = 32, .warps_kv = 4, .warps_d = 2}},
+     .plain = {.block_q = 64, .keys_per_warp = 32, .warps_kv = 4, .warps_d = 2},
+     .small_with_bias = {.block_q = 32, .keys_per_warp = 32, .warps_kv = 4, .warps_d = 2}},
     {.head_dims = {192, 128},
      .options = kFa2RareBackwardOptions,
      .general = {.block_q = 32, .keys_per_warp = 16, .warps_kv = 4, .warps_d = 2},
@@ -448,6 +469,7 @@ inline constexpr Fa2BackwardRow kFa2Backward[] = {
 constexpr MmaBackwardShape fa2_backward_shape(HeadDims dims, OptionSet options,
                                               bool less_memory = false) {
     const Fa2BackwardRow row = row_of(kFa2Backward, dims);
+    if (has_bias_tiles(options)) return less_memory ? row.small_with_bias : row.with_bias;
     if (changes_scores(options)) return row.general;
     if (contains(options, kVarlen)) return row.varlen;
     return less_memory ? row.small_plain : row.plain;

@@ -46,6 +46,12 @@ constexpr bool changes_scores(OptionSet set) { return score_options(set) != Opti
 constexpr bool only_softcap(OptionSet set) { return score_options(set) == OptionSet::kSoftcap; }
 constexpr bool only_alibi(OptionSet set) { return score_options(set) == OptionSet::kAlibi; }
 
+// Is the bias in 16 bits, with rows that start on 16-byte boundaries? Then FA2 copies tiles of it
+// to shared memory; see mma_options_of().
+constexpr bool has_bias_tiles(OptionSet set) {
+    return contains(set, OptionSet::kBias) && !contains(set, OptionSet::kUnaligned);
+}
+
 // Does a kernel for these options visit the elements of its tiles between matmuls and softmax,
 // which takes registers?
 constexpr bool visits_elements(OptionSet set) {

@@ -189,6 +189,24 @@ inline OptionSet options_of(const AttentionParams& params) {
            only_if(params.tile_mask.kv_tiles != nullptr, kMask);
 }
 
+// Can FA2 copy tiles of the bias to shared memory, 16 bytes at a time? What a tile has beyond the
+// bias is then beyond the sequence.
+inline bool has_bias_tiles(const AttentionParams& params) {
+    const Bias& bias = params.bias;
+    int64_t misaligned = reinterpret_cast<uintptr_t>(bias.data) % 16;
+    for (int dim = 0; dim < 3; ++dim) misaligned |= bias.strides[dim] % 8;
+    return bias.type == BiasType::kElement && misaligned == 0 && params.cu_seqlens_q == nullptr &&
+           params.cu_seqlens_k == nullptr && bias.sizes[3] > 1 &&
+           bias.sizes[3] == params.seqlen_k &&
+           (bias.sizes[2] == 1 || bias.sizes[2] == params.seqlen_q);
+}
+
+// What the kernels of FA1 and FA2 need: other biases as other unaligned rows.
+inline OptionSet mma_options_of(const AttentionParams& params) {
+    return options_of(params) |
+           only_if(params.bias.data != nullptr && !has_bias_tiles(params), OptionSet::kUnaligned);
+}
+
 // The factor from scores of 16-bit inputs to exponents of 2. Kernels that change scores scale them
 // before they mask them, the others in the exponent.
 FLASH_HOST_DEVICE float exponent_scale(const AttentionParams& params) {
@@ -270,6 +288,7 @@ struct BackwardParams : AttentionParams {
     float inverse_ds_factor;
     float gradient_scale;  // scale * ds_factor: the factor from dS K and dS^T Q to dQ and dK
     bool deterministic;
+    bool stores_dbias = false;  // FA2: does the backward itself store it?
 
     // Gradients of options; null where not requested.
     void* dbias = nullptr;   // with the sizes and the type of bias, contiguous

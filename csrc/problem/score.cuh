@@ -102,6 +102,29 @@ struct ScoreFunction {
         add_offsets(s, first_row, first_col, 1.f);
     }
 
+    // The same with a tile of the bias in shared memory, and no other option: bias.load_a(a, m, k)
+    // fetches the elements that lie as those of an operand A do.
+    template <class Scores, class BiasBlocks>
+    FLASH_DEVICE void apply(Scores& s, const BiasBlocks& bias) const {
+        static_assert((kOptions & (OptionSet::kRareScale | OptionSet::kSoftcap |
+                                   OptionSet::kAlibi)) == OptionSet::kNone);
+        const float scale = params.scale_log2;
+#pragma unroll
+        for (int k = 0; k < Scores::kN / 2; ++k)
+#pragma unroll
+            for (int m = 0; m < Scores::kM; ++m) {
+                uint32_t packed[4];
+                bias.load_a(packed, m, k);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    float* x = s.v[m][2 * k + i / 2] + i % 2 * 2;
+                    const float2 b = ptx::unpack<Element>(packed[i]);
+                    x[0] = __fmaf_rz(kLog2e, b.x, x[0] * scale);
+                    x[1] = __fmaf_rz(kLog2e, b.y, x[1] * scale);
+                }
+            }
+    }
+
     // ds becomes the gradient of scale q k, by the factor 1 - tanh^2. p is the softmax's value,
     // from which tanh is recomputed: log2(p) + lse_of(query) is what apply() returned, with the
     // query's row or column in the tile.

@@ -16,11 +16,12 @@
 // shared memory. For dQ the warps are regrouped kWarpsM x kWarpsN over (queries, columns).
 //
 // Shared memory: K, V [kBlockKV][D]; kStages x (Q, dO [kBlockQ][D], lse, delta,
-// reference [kBlockQ]); dS^T and, for kWarpsD > 1, P^T [kBlockKV][kBlockQ]. dV and dK leave through
-// the K and V tiles.
+// reference [kBlockQ], a tile of a bias in 16 bits [kBlockQ][kBlockKV]); dS^T and, for kWarpsD > 1,
+// P^T [kBlockKV][kBlockQ]. dV and dK leave through the K and V tiles.
 #pragma once
 
 #include "kernels/common/backward_math.cuh"
+#include "kernels/common/bias_rows.cuh"
 #include "kernels/common/launch.cuh"
 #include "kernels/common/postprocess_dq.cuh"
 #include "kernels/common/q_tile_walk.cuh"
@@ -60,7 +61,7 @@ struct DQAccum {
                          int q_tile, int slice) {
         // In these kernels no register is left for the thread's index over the loop.
         constexpr bool kNoRegister =
-            Tile::kDQSlices > 1 || (Tile::kHeadDim == 128 && kCudaArch < 900);
+            Tile::kDQSlices > 1 || ((Tile::kHeadDim == 128 || Tile::kBiasTiles) && kCudaArch < 900);
         const int thread = !kWhole && kNoRegister ? ptx::not_hoisted(threadIdx.x) : threadIdx.x;
         const int warp = thread / 32;
         // ptxas 13.0: with either form alone, one of the kernels spills.
@@ -122,6 +123,7 @@ struct BackwardTile {
     static constexpr bool kUnaligned = contains(kOptions, OptionSet::kUnaligned);
     static constexpr bool kMayBeVarlen = contains(kOptions, OptionSet::kVarlen);
     static constexpr bool kMayHaveMask = contains(kOptions, OptionSet::kMask);  // of tiles
+    static constexpr bool kBiasTiles = has_bias_tiles(kOptions);
     static constexpr bool kWholeTiles = !kMayBeVarlen;  // as MmaKernels plans
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kHeadDimV = kHeadDimV_;
@@ -143,6 +145,7 @@ struct BackwardTile {
     using KTile = SharedTile<Element, kBlockKV, kHeadDim>;
     using VTile = SharedTile<Element, kBlockKV, kHeadDimV>;
     using PTile = SharedTile<Element, kBlockKV, kBlockQ>;
+    using BiasTile = SharedTile<Element, kBlockQ, kBlockKV>;
 
     static constexpr int kWarpsN = KTile::kBlocksPerAtom;
     static constexpr int kWarpsM = kWarps / kWarpsN;
@@ -162,6 +165,7 @@ struct BackwardTile {
         char ds_p[kWarpsD > 1 ? 2 : 1][PTile::kBytes];  // dS^T and, where warps share it, P^T
         char q[kStages][QTile::kBytes];
         char dout[kStages][DOTile::kBytes];
+        [[no_unique_address]] BiasRowsStorage<kBiasTiles, BiasTile, kStages> bias;
         Statistics statistics[kStages];
         [[no_unique_address]] QTileMaskStorage<kMayHaveMask, kStages, kBlockQ> mask;
         alignas(16) int work_index;
@@ -252,6 +256,20 @@ struct BackwardTile {
         load_rows<DOTile>(do_tile_at(walk.stage), params.dout, params.head_dim_v, walk);
     }
 
+    FLASH_DEVICE uint32_t bias_tile_at(int stage) const {
+        return smem + offsetof(SharedStorage, bias) + stage % kStages * BiasTile::kBytes;
+    }
+    FLASH_DEVICE void load_bias(const Walk& walk, int first_key) const {
+        if constexpr (kBiasTiles) {
+            const int first_query = walk.q_tile() * kBlockQ;
+            BiasCursor<BiasTile, kThreads, kBlockQ> cursor;
+            cursor.start(params, sequence.batch, walk.head, first_query, first_key);
+            cursor.template load<false>(bias_tile_at(walk.stage), params.bias.strides[2],
+                                        params.seqlen_q - first_query, params.seqlen_k - first_key,
+                                        0);
+        }
+    }
+
     FLASH_DEVICE Statistics& statistics(int stage) const {
         return shared_storage<SharedStorage>().statistics[stage % kStages];
     }
@@ -295,8 +313,12 @@ struct BackwardTile {
         gemm<Element, kHeadDim>(rP, AFromRows<KTile>(k_tile(), warp_key),
                                 BFromRows<QTile>(q_tile_at(walk.stage), warp_query()));
         const int first_query = walk.q_tile() * kBlockQ + warp_query();
-        if constexpr (changes_scores(kOptions))
+        if constexpr (kBiasTiles) {
+            score_function(walk.head).apply(
+                rP, AFromColumns<BiasTile>(bias_tile_at(walk.stage), warp_query(), warp_key / 16));
+        } else if constexpr (changes_scores(kOptions)) {
             score_function(walk.head).apply(rP, first_key + warp_key, first_query);
+        }
         const auto is_full = [&] {
             return mask.is_full(tile_interval(walk.q_tile(), kBlockQ),
                                 {first_key, first_key + kBlockKV});
@@ -408,6 +430,48 @@ struct BackwardTile {
         gemm<Element, kBlockKV>(rdQ, dS, BSkipping<KColumns, kSlice*(DQ::kN / 2)>{k});
     }
 
+    // Where each element of dbias is one of dS, in 16 bits, dS of this iteration, complete in
+    // shared memory, is a tile of it. A matrix of ldmatrix may have any eight keys: here those that
+    // give a lane eight keys of one query, side by side. Their rows would share banks, so lane 4 g
+    // + c has its pair of keys (j + c) % 4 in register j.
+    FLASH_DEVICE void store_dbias(const Walk& walk, int first_key) const {
+        constexpr int kKeys = 32;  // of four lanes
+        constexpr int kPieces = kBlockQ / 8 * (kBlockKV / kKeys);
+        static_assert(kPieces % kWarps == 0);
+        const int lane = ptx::not_hoisted(threadIdx.x) % 32;
+        const int c = lane % 8 / 2;  // of the matrices' rows
+        const int key_of_row = 8 * c + (lane / 8 + c) % 4 * 2 + lane % 2;
+#pragma unroll
+        for (int i = 0; i < kPieces / kWarps; ++i) {
+            const int piece = warp_id() + i * kWarps;
+            const int query = piece / (kBlockKV / kKeys) * 8;
+            const int key = piece % (kBlockKV / kKeys) * kKeys;
+            uint32_t x[4];
+            ptx::ldmatrix_x4<true>(x, ds_tile() + PTile::offset(key + key_of_row, query / 8));
+            const bool by_one = lane % 2 != 0, by_two = lane % 4 >= 2;
+            const uint32_t y[4] = {by_one ? x[3] : x[0], by_one ? x[0] : x[1], by_one ? x[1] : x[2],
+                                   by_one ? x[2] : x[3]};
+            store_dbias_chunk(walk.head, walk.q_tile() * kBlockQ + query + lane / 4,
+                              first_key + key + lane % 4 * 8,
+                              {by_two ? y[2] : y[0], by_two ? y[3] : y[1], by_two ? y[0] : y[2],
+                               by_two ? y[1] : y[3]});
+        }
+    }
+    // Zeros where the mask hides tiles.
+    FLASH_DEVICE void zero_hidden_dbias(int first_key) const {
+        constexpr int kChunks = kBlockKV / 8;  // of a row
+        const VisibleTiles seen = q_tiles_seeing(first_key);
+        const int key = first_key + threadIdx.x % kChunks * 8;
+        const int group = params.heads_q / params.heads_k;
+        for (int head = head_k * group; head < (head_k + 1) * group; ++head)
+            for (int row = threadIdx.x / kChunks; row < sequence.seqlen_q;
+                 row += kThreads / kChunks) {
+                const int q_tile = row / kBlockQ;
+                if (q_tile < seen.begin || q_tile >= seen.end)
+                    store_dbias_chunk(head, row, key, {});
+            }
+    }
+
     FLASH_DEVICE void add_dq(const DQ& rdQ, const Walk& walk, int slice) const {
         using Accum = DQAccum<BackwardTile>;
         Accum(params, sequence, walk.head, walk.q_tile(), slice)
@@ -466,6 +530,14 @@ struct BackwardTile {
         requires kMayHaveMask
     {
         return {params, sequence, q_tiles_seeing(first_key), head_k, first_key / kMaskBlock};
+    }
+
+    // Eight keys. Rows of dbias are a multiple of 16 bytes.
+    FLASH_DEVICE void store_dbias_chunk(int head, int query, int key, const uint4& x) const {
+        if (query >= params.seqlen_q || key >= params.seqlen_k) return;
+        const int64_t row = int64_t{sequence.batch * params.heads_q + head} * params.seqlen_q;
+        *reinterpret_cast<uint4*>(static_cast<Element*>(params.dbias) +
+                                  (row + query) * params.seqlen_k + key) = x;
     }
 
     // The warp's first query within the Q tile, while it computes P^T and dS^T.

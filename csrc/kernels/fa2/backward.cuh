@@ -122,6 +122,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
         cta.load_q(walk);
         cta.load_statistics(walk);
         cta.load_words(walk, first_key);
+        cta.load_bias(walk, first_key);
         if constexpr (Tile::kStages == 2) cta.load_do(walk);
     }
     ptx::cp_async_commit();
@@ -136,6 +137,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
             cta.load_q(next);
             cta.load_statistics(next);
             cta.load_words(next, first_key);
+            cta.load_bias(next, first_key);
             cta.load_do(next);
         }
         ptx::cp_async_commit();
@@ -160,6 +162,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
                 cta.load_q(next);
                 cta.load_statistics(next);
                 cta.load_words(next, first_key);
+                cta.load_bias(next, first_key);
             }
             ptx::cp_async_commit();
         }
@@ -171,6 +174,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
             if (!kWaitFirst && params.deterministic) dq_semaphore.wait();
             cta.add_dq(rdQ, walk, slice);
         });
+        if constexpr (Tile::kBiasTiles)
+            if (params.stores_dbias) cta.store_dbias(walk, first_key);
         if (params.deterministic) dq_semaphore.end();
         walk = next;
     }
@@ -178,6 +183,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
     ptx::cp_async_wait<0>();
     __syncthreads();  // all warps have left the K and V tiles; the tile coordinates are stored
     Tile(params, stored.sequence, stored.head).store_dk_dv(rdK, rdV, stored.first_row);
+    if constexpr (Tile::kBiasTiles)
+        if (params.stores_dbias)
+            Tile(params, stored.sequence, stored.head).zero_hidden_dbias(stored.first_row);
 }
 
 template <class Element, int kHeadDim, int kHeadDimV, OptionSet kOptions, bool kLessMemory>

@@ -22,7 +22,12 @@
 // (Flash-Decoding, Dao et al. 2023) and stores its O / l, row maxima and row sums in float32;
 // combine.cuh combines the splits. The plain form has no splits: the varlen form stands in for it.
 //
-// Shared memory: Q [kBlockQ][D], then a pipeline of stages, each a V tile and a K tile
+// A bias in 16 bits comes in tiles, as K and V do: a warp copies its rows of the next one when it
+// has read those of the last one, and waits for them after the next Q K^T. Other biases are read
+// from HBM.
+//
+// Shared memory: Q [kBlockQ][D], a tile of the bias [kBlockQ][kBlockKV], then a pipeline of stages,
+// each a V tile and a K tile
 // [kBlockKV][D], swizzled, its mbarriers, and the CTA's tile coordinates.
 //
 // Pipeline: a stage holds V of one iteration and K of the next, so an iteration waits once, before
@@ -31,6 +36,7 @@
 // half an iteration, and the softmax of one runs beside the matmuls of another.
 #pragma once
 
+#include "kernels/common/bias_rows.cuh"
 #include "kernels/common/launch.cuh"
 #include "kernels/common/softmax.cuh"
 #include "kernels/common/varlen.cuh"
@@ -55,6 +61,7 @@ struct Fa2Forward {
     static constexpr bool kUnaligned = contains(kOptions, OptionSet::kUnaligned);
     static constexpr bool kMayHaveSplits = contains(kOptions, OptionSet::kSplits);
     static constexpr bool kMayHaveMask = contains(kOptions, OptionSet::kMask);  // of tiles
+    static constexpr bool kBiasTiles = has_bias_tiles(kOptions);
     static constexpr int kRowsPerWarp = kTuning.rows_per_warp;
     static constexpr int kThreads = kTuning.warps * 32;
     static constexpr int kBlockQ = kTuning.warps * kRowsPerWarp;
@@ -66,18 +73,21 @@ struct Fa2Forward {
     using KTile = SharedTile<Element, kBlockKV, kHeadDim>;
     using VTile = SharedTile<Element, kBlockKV, kHeadDimV>;
     using OTile = SharedTile<Element, kBlockQ, kHeadDimV>;  // is stored through Q's memory
+    using BiasTile = SharedTile<Element, kBlockQ, kBlockKV>;
     // The loop loads one stage ahead.
     using KVPipeline = CpAsyncPipeline<2, KTile::kBytes + VTile::kBytes, kThreads>;
 
     struct SharedStorage {
         char q_o[max_of(QTile::kBytes, OTile::kBytes)];
+        [[no_unique_address]] BiasRowsStorage<kBiasTiles, BiasTile> bias;
         typename KVPipeline::Storage kv;
         TileCoord tile_coord;
     };
     static constexpr int kSharedBytes = sizeof(SharedStorage);
     // Whether the loop, too, reads the CTA's tile coordinates from shared memory. It costs a wait
     // per tile, up to 5 % where an SM has one CTA; but here registers that hold them would spill.
-    static constexpr bool kTileCoordInLoop = kOptions == tuning::kVarlenSplits && kHeadDim == 128;
+    static constexpr bool kTileCoordInLoop =
+        (kOptions == tuning::kVarlenSplits || kBiasTiles) && kHeadDim == 128;
 
     static constexpr bool kForLessMemory =
         kTuning != tuning::fa2_forward_shape({kHeadDim, kHeadDimV}, kOptions);
@@ -103,6 +113,7 @@ struct Fa2Forward {
     KVPipeline pipeline;
     KeyCursorOf<kOptions, KTile, kThreads, kUnaligned, Element> k_cursor;
     KeyCursorOf<kOptions, VTile, kThreads, kUnaligned, Element> v_cursor;
+    BiasCursor<BiasTile, 32, kRowsPerWarp> bias_cursor;  // with tiles of the bias
 
     FLASH_DEVICE Fa2Forward(const ForwardParams& p, const TileCoord& tile_coord)
         : params(p),
@@ -226,9 +237,21 @@ struct Fa2Forward {
         pipeline.producer_commit(stage, !kUnaligned || params.aligned);
     }
 
+    // The warp's rows of the bias: a tile, after which comes the one before it.
+    FLASH_DEVICE void start_bias(int kv_tile) {
+        bias_cursor.start(params, sequence.batch, head, first_query + warp_row, kv_tile * kBlockKV);
+    }
+    template <bool kAllKeys>
+    FLASH_DEVICE void load_bias(int kv_tile) {
+        bias_cursor.template load<kAllKeys>(sBias() + warp_row * BiasTile::kPitch,
+                                            params.bias.strides[2],
+                                            params.seqlen_q - first_query - warp_row,
+                                            params.seqlen_k - kv_tile * kBlockKV, -kBlockKV);
+    }
+
     // S = Q K^T, masked.
     FLASH_DEVICE void score(Scores& rS, const QOperand& q, const KVTiles& kv_tiles, int i,
-                            uint32_t stage) const {
+                            uint32_t stage) {
         rS.clear();
         gemm<Element, kHeadDim>(rS, q, BFromRows<KTile>(sK(stage)));
         pipeline.consumer_release(stage);
@@ -237,9 +260,16 @@ struct Fa2Forward {
         const Interval queries{cta.first_query, cta.first_query + kBlockQ};
         const Interval keys = tile_interval(tile(kv_tiles, i), kBlockKV);
         const int first_row = cta.first_query + warp_row;
-        if constexpr (changes_scores(kOptions))
-            ScoreFunction<Element, Rows::kQueries, kOptions>{params, cta.sequence, cta.head}.apply(
-                rS, first_row, keys.begin);
+        if constexpr (kBiasTiles) {
+            ptx::cp_async_wait<1>();  // K and V came later
+            __syncwarp();             // all lanes' copies have landed
+            score_function().apply(rS, AFromRows<BiasTile>(sBias(), warp_row));
+            __syncwarp();  // all lanes have read them
+            if (i > kv_tiles.begin) load_bias<true>(tile(kv_tiles, i - 1));
+            ptx::cp_async_commit();
+        } else if constexpr (changes_scores(kOptions)) {
+            cta.score_function().apply(rS, first_row, keys.begin);
+        }
         if (!cta.mask.is_full(queries, keys))
             mask_scores(rS, keys.begin,
                         [&](int row) { return cta.mask.key_range(first_row + row); });
@@ -311,6 +341,10 @@ struct Fa2Forward {
     }
 
  private:
+    FLASH_DEVICE ScoreFunction<Element, Rows::kQueries, kOptions> score_function() const {
+        return {params, sequence, head};
+    }
+
     // This CTA, with values that depend on its tile coordinates recomputed: otherwise these would
     // stay in registers over the loop.
     FLASH_DEVICE Fa2Forward in_loop() const {
@@ -320,6 +354,9 @@ struct Fa2Forward {
         return cta;
     }
 
+    FLASH_DEVICE uint32_t sBias() const {
+        return sQ + static_cast<uint32_t>(offsetof(SharedStorage, bias));
+    }
     FLASH_DEVICE uint32_t sV(uint32_t stage) const { return pipeline.stage(stage); }
     FLASH_DEVICE uint32_t sK(uint32_t stage) const { return pipeline.stage(stage) + VTile::kBytes; }
 };
@@ -348,6 +385,12 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerSm)
         cta.template load_v<false, 0>(kv_tiles, last, 1);
         if (last > kv_tiles.begin) cta.template load_k<true, 1>(kv_tiles, last - 1, 1);
         cta.commit(1);
+        if constexpr (Kernel::kBiasTiles) {
+            cta.start_bias(Kernel::tile(kv_tiles, last));
+            cta.template load_bias<false>(Kernel::tile(kv_tiles, last));
+            ptx::cp_async_commit();
+            ptx::cp_async_commit();  // as in the loop
+        }
         cta.pipeline.consumer_wait(0);
     } else {
         ptx::cp_async_commit();
@@ -376,6 +419,7 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerSm)
             cta.template load_v<true, 1>(kv_tiles, i - 1, stage + 2);
             if (i - 1 > kv_tiles.begin) cta.template load_k<true, 2>(kv_tiles, i - 2, stage + 2);
             cta.commit(stage + 2);
+            if constexpr (Kernel::kBiasTiles) ptx::cp_async_commit();
         }
         cta.step(kv_tiles);
     }
