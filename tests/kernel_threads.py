@@ -24,7 +24,7 @@ class Call(ctypes.Structure):
             for name in (
                 *("batch", "heads_q", "heads_k", "seqlen_q", "seqlen_k"),
                 *("window_left", "window_right", "num_splits", "pack_gqa_log2"),
-                *("deterministic", "varlen"),
+                *("deterministic", "varlen", "split_ctas"),
             )
         ),
         ("cu_seqlens_q", ctypes.c_int * (SEQUENCES + 1)),

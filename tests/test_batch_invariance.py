@@ -15,6 +15,15 @@ from typing import Any
 
 import pytest
 import torch
+from attention_testing import (
+    KERNEL_DIMS,
+    Problem,
+    assert_accurate,
+    attend,
+    expected_forward,
+    make_inputs,
+    nan_filled_outputs,
+)
 from grids import DEVICES
 from torch import Tensor
 
@@ -215,3 +224,52 @@ def test_who_refuses(device: str) -> None:
         flash_ext.attention(q, of_8_bits, of_8_bits, batch_invariant=True)
     found = flash_ext.explain(q, q, q, batch_invariant=True)
     assert found.reasons["fa1"] == "variant 'fa1' is not batch-invariant"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(12))
+def test_bits_of_long_keys(seed: int) -> None:
+    """Several splits, by one CTA in training and by several in generation."""
+    window = {"window": (2500, 0)} if seed % 4 == 3 else {}
+    check(seed, "cuda", 9000, variant="fa3", **window)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dims", KERNEL_DIMS, ids=str)
+@torch.no_grad()
+def test_accuracy_of_long_keys(dims: tuple[int, int]) -> None:
+    """In one CTA's memory and in that of several; lengths at the edges of splits, and without."""
+    lengths = (0, 1, 2047, 2048, 2049, 4096, 6000)
+    for batch, seqlen_q, options in (
+        (7, 1, {}),
+        (7, 200, {"causal": True}),
+        (7, 600, {"causal": True}),
+        (7, 9, {"causal": True, "window": (2100, 0)}),
+    ):
+        p = Problem(
+            batch, seqlen_q, 6000, 4, 2, dims[0], head_dim_v=dims[1], seqused_k=lengths, loss="out",
+            **options,
+        )  # fmt: skip
+        inputs = make_inputs(p, "cuda")
+        with nan_filled_outputs():
+            out, lse = attend(p, inputs, return_lse=True, variant="fa3", batch_invariant=True)
+        assert_accurate({"out": out, "lse": lse}, expected_forward(p, inputs), p.dtype)
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_a_graph_of_splits() -> None:
+    """Other lengths in a replay, also fewer splits than before."""
+    p = Problem(5, 1, 9000, 8, 2, 64, seqused_k=(9000,) * 5, loss="out")
+    inputs = make_inputs(p, "cuda")
+    used = inputs.seqused_k
+    assert used is not None
+    options: dict[str, Any] = {"variant": "fa3", "batch_invariant": True, "return_lse": True}
+    attend(p, inputs, **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = attend(p, inputs, **options)
+    for lengths in ((1, 0, 2048, 9000, 3000), (9000,) * 5, (5000, 1, 1, 0, 7000)):
+        used.copy_(torch.tensor(lengths, dtype=torch.int32))
+        graph.replay()
+        assert_same_bits(found, attend(p, inputs, **options), str(lengths))

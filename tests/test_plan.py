@@ -681,17 +681,41 @@ def test_the_fastest_variant_or_the_one_named(native: ModuleType) -> None:
 def test_batch_invariant_calls_have_one_tile(
     head_dims: tuple[int, int], native: ModuleType
 ) -> None:
-    """Whatever the lengths, the heads and the batch, with pages and without, and never splits."""
+    """Whatever the lengths, the heads and the batch, with pages and without; their splits are of a
+    fixed length, and of as many CTAs as fill the GPU."""
     dims = dict(zip(("head_dim", "head_dim_v"), head_dims, strict=True))
     for shape, varlen, page_size in itertools.product(SHAPES, (False, True), (0, 16)):
         p = problem(native, **shape, **dims, varlen=varlen, page_size=page_size)
         p.batch_invariant = True
         assert p.choose_forward("auto") == ("fa3", "")
         plan = p.forward("fa3")
-        assert (plan.num_splits, plan.tile, plan.changes_scores) == (1, 0, False)
+        assert (plan.tile, plan.changes_scores) == (0, False)
+        keys = shape["seqlen_k"] / plan.num_splits
+        assert 1 <= plan.split_ctas <= plan.num_splits and (keys <= 2048 or plan.num_splits == 1)
         assert plan.launches[0].startswith("fa3_forward<")
+        assert ("combine_splits, pdl" in plan.launches) == (plan.split_ctas > 1)
+        assert ("statistics_partial" in plan.regions) == (plan.split_ctas > 1)
+        assert ("o_partial" in plan.regions) == (plan.num_splits > 1)
         plan = p.forward("fa2")
         assert (plan.num_splits, plan.changes_scores) == (1, True)  # the tile that pages have, too
+
+
+@pytest.mark.parametrize(
+    ("fields", "ctas"),
+    [
+        (dict(batch=1, seqlen_q=1, seqlen_k=65536), 32),
+        (dict(batch=8, seqlen_q=1, seqlen_k=4096), 2),
+        (dict(batch=32, seqlen_q=1, seqlen_k=65536, seqused=True), 3),
+        (dict(batch=32, seqlen_q=1, seqlen_k=65536), 1),  # equal lengths
+        (dict(batch=1, seqlen_q=8192, seqlen_k=8192), 1),
+        (dict(batch=1, seqlen_q=128, seqlen_k=131072), 9),
+        (dict(batch=1, seqlen_q=1, seqlen_k=2048), 1),
+    ],
+)
+def test_ctas_of_fixed_splits(fields: dict[str, int], ctas: int, native: ModuleType) -> None:
+    usual = {"heads_q": 32, "heads_k": 8, "head_dim": 128, "head_dim_v": 128}
+    plan = problem(native, **usual | fields, batch_invariant=True).forward("fa3")
+    assert (plan.num_splits, plan.split_ctas) == (-(-fields["seqlen_k"] // 2048), ctas)
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def native() -> ModuleType:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_each_cluster_of_a_tile_is_found_once(seed: int, native: ModuleType) -> None:
-    """Tile by tile; those that have several clusters have their own memory, and enough of it."""
+    """Tile by tile, first those that have several clusters, and their own memory, enough of it."""
     rng = random.Random(seed)
     sequences = rng.choice((1, 3, 31, 33, 70))
     work = [(rng.choice((0, 1, 1, 3)), int(5000 ** rng.random()) - 1) for _ in range(sequences)]
@@ -90,17 +90,19 @@ def test_each_cluster_of_a_tile_is_found_once(seed: int, native: ModuleType) -> 
     most = native.most(clusters, least)
     tiles = [(n, tile) for n, (count, _) in enumerate(work) for tile in range(count)]
     found = [native.find(clusters, least, work, i) for i in range(len(tiles) + most)]
-    number, stored = 0, 0
-    for tile in tiles:
-        blocks = work[tile[0]][1]
-        splits = found[number][3]
-        assert splits == 1 or least <= blocks / splits
-        wanted = [(*tile, i, splits, stored if splits > 1 else found[number][4])
-                  for i in range(splits)]  # fmt: skip
-        assert found[number : number + splits] == wanted
+    firsts = [(i, x) for i, x in enumerate(found) if x[0] >= 0 and x[2] == 0]
+    several = [x[3] > 1 for _, x in firsts]
+    assert several == sorted(several, reverse=True)
+    assert sorted(x[:2] for _, x in firsts) == tiles
+    number = 0
+    for i, (sequence, tile, _, splits, stored) in firsts:
+        assert i == number and (splits == 1 or least <= work[sequence][1] / splits)
+        for cluster, x in enumerate(found[i : i + splits]):
+            assert x[:4] == (sequence, tile, cluster, splits)
+            assert splits == 1 or x[4] == stored == i
         number += splits
-        stored += splits if splits > 1 else 0
-    assert all(x[0] < 0 for x in found[number:]) and stored <= most
+    assert all(x[0] < 0 for x in found[number:])
+    assert sum(x[3] for (_, x), more in zip(firsts, several, strict=True) if more) <= most
 
 
 @pytest.mark.parametrize("blocks", (1, 63, 640, 4096, 4097))

@@ -377,6 +377,19 @@ inline SplitsByLength splits_by_length(const ForwardParams& params, const QueryT
             .least = kMinKeysByLength / kBlock * ctas};
 }
 
+// The CTAs of a Q tile with fixed splits (schedule/split_kv.cuh): one if tiles fill the GPU, since
+// what several store takes memory, and time. But few rows of unequal lengths are spread over more.
+inline int fixed_split_ctas(const ForwardParams& params, int64_t tiles, int heads_per_tile,
+                            int head_dim_v, const GpuModel& gpu) {
+    constexpr int64_t kMaxBytes = int64_t{256} << 20;
+    constexpr int kFewRows = 32;
+    const int64_t bytes = 4 * params.num_splits * statistics_rows(params) * head_dim_v;
+    const bool spread = is_varlen(params) && mean_queries(params) * heads_per_tile <= kFewRows;
+    if (tiles == 0 || bytes > kMaxBytes || (tiles >= gpu.sms && !spread)) return 1;
+    const int64_t wanted = ceil_div<int64_t>((spread ? 4 : 2) * gpu.sms, tiles);
+    return static_cast<int>(min_of<int64_t>(params.num_splits, wanted));
+}
+
 // --- The gradient of a bias, by FA3's kernel ---
 
 // The tiles of scores that a tile of dbias is summed over, masked ones included.

@@ -332,6 +332,25 @@ AttentionParams expected_call(const ForwardPlan& plan) {
     return params;
 }
 
+// Splits of a batch-invariant call. The CTA that has all of a Q tile merges them in memory of its
+// own; otherwise they are stored, as other splits are.
+void plan_fixed_splits(ForwardPlan& plan, int block_kv, const QueryTiles& q_tiles) {
+    ForwardParams& params = plan.params;
+    const int dim_v = plan.kernel.head_dims.v;
+    const GpuModel& gpu = plan.kernel.gpu;
+    const int64_t tiles = tile_count(params, q_tiles);
+    params.num_splits =
+        max_of(ceil_div(params.seqlen_k, fixed_split_tiles(block_kv) * block_kv), 1);
+    params.split_ctas =
+        fixed_split_ctas(params, tiles, params.heads_q / max_of(q_tiles.heads, 1), dim_v, gpu);
+    if (params.split_ctas > 1) {
+        reserve_splits(plan);
+    } else if (params.num_splits > 1) {
+        plan.workspace.reserve(params.o_partial, std::min<int64_t>(tiles, gpu.sms) *
+                                                     tuning::kForwardBlockQ * (dim_v + 8));
+    }
+}
+
 void plan_fa3_forward(ForwardPlan& plan) {
     ForwardParams& params = plan.params;
     ForwardKernel& kernel = plan.kernel;
@@ -352,9 +371,9 @@ void plan_fa3_forward(ForwardPlan& plan) {
                             .value_or(num_splits(expected, plan.mask, expected_tiles,
                                                  params.heads_q / std::max(small_q.heads, 1),
                                                  gpu.sms, tuning::kFa3SplitKeys));
-    if (params.bias.data != nullptr || params.batch_invariant) params.num_splits = 1;
+    if (params.bias.data != nullptr) params.num_splits = 1;
     params.pack_gqa_log2 = small_q.pack_gqa_log2;
-    const bool splits = params.num_splits > 1 || params.pack_gqa_log2 > 0;
+    const bool splits = params.num_splits > 1 || params.pack_gqa_log2 > 0 || params.batch_invariant;
 
     // The kernel and its tile.
     const OptionSet needed = options_of(params) | only_if(splits, OptionSet::kSplits);
@@ -365,9 +384,8 @@ void plan_fa3_forward(ForwardPlan& plan) {
     if (tuning::Fa3ForwardRow::has_tile(kernel.options, tuning::Fa3ForwardTile::kUsual)) {
         const auto tile = forced("FLASH_EXT_FORCE_TILE");
         kernel.tile =
-            params.batch_invariant ? tuning::Fa3ForwardTile::kSmallQ
-            : tile ? static_cast<tuning::Fa3ForwardTile>(*tile)
-                   : fa3_forward_tile(dims, expected, plan.mask, expected_tiles <= gpu.sms, gpu);
+            tile ? static_cast<tuning::Fa3ForwardTile>(*tile)
+                 : fa3_forward_tile(dims, expected, plan.mask, expected_tiles <= gpu.sms, gpu);
         if (!tuning::Fa3ForwardRow::has_tile(kernel.options, kernel.tile)) {
             choose_kernel(plan, tuning::kFa3Forward, needed | OptionSet::kSplits);
             kernel.tile = tuning::Fa3ForwardTile::kSmallQ;
@@ -376,9 +394,11 @@ void plan_fa3_forward(ForwardPlan& plan) {
     const tuning::Fa3ForwardShape shape =
         fp8 ? tuning::fa3_forward_fp8_shape(dims, kernel.tile)
             : tuning::fa3_forward_shape(dims, kernel.options, kernel.tile);
+    if (params.batch_invariant) plan_fixed_splits(plan, shape.block_kv, small_q);
+    const int ctas = params.batch_invariant ? params.split_ctas : params.num_splits;  // of a tile
     params.tile_order = forward_tile_order(
         params, plan.mask, {small_q.heads, 64 * shape.consumers >> params.pack_gqa_log2}, dims, 1,
-        gpu, params.num_splits, /*may_take_whole_heads=*/true);
+        gpu, ctas, /*may_take_whole_heads=*/true);
     if (params.tile_mask.kv_tiles != nullptr) order_rows(params, gpu);
 
     if (fp8 && !shape.transposes_v && !params.v_transposed) {
@@ -390,8 +410,9 @@ void plan_fa3_forward(ForwardPlan& plan) {
         plan.workspace.reserve(params.v.data, tensor_batches(params) * params.v.batch_stride);
     }
     // Packed GQA goes the way of splits, unless a CTA has one tile (store_tile()).
-    if (params.num_splits > 1 || (splits && tiles > gpu.sms)) reserve_splits(plan);
-    if (tiles * params.num_splits > gpu.sms) plan.workspace.reserve(params.counters, 1);
+    if (!params.batch_invariant && (params.num_splits > 1 || (splits && tiles > gpu.sms)))
+        reserve_splits(plan);
+    if (tiles * ctas > gpu.sms) plan.workspace.reserve(params.counters, 1);
 }
 
 cudaError_t run_fa3_decode(const ForwardParams& params, const ForwardKernel& kernel,

@@ -255,6 +255,10 @@ struct ForwardParams : AttentionParams {
     // FA3 with a softcap: TanhSeries' offset and factors, and its limit.
     float tanh_series[4];
     float tanh_limit;
+
+    // FA3, batch-invariant: splits are fixed ones (schedule/split_kv.cuh), at most num_splits, and
+    // so many CTAs have those of a Q tile. With one o_partial is the CTAs' own memory.
+    int split_ctas = 0;
 };
 
 // Raised if *word is `epoch`, see launch_epoch.h. The word is the call's own, and nothing clears

@@ -1,6 +1,6 @@
 // Splits by length: the longer a sequence, the more splits it has, so that all are about equally
 // long, whatever the lengths are. They are on the device, so each CTA finds its split itself, by
-// two passes over the sequences: the sum of their lengths, then a prefix sum of their splits. The
+// passes over the sequences: the sum of their lengths, then prefix sums of their splits. The
 // host knows no more than how many splits there can be.
 //
 // The splits are clusters of CTAs here, as decode.cuh has them. Lengths are in blocks of keys.
@@ -23,7 +23,7 @@ struct ClusterWork {
     int tile;     // of the sequence
     int cluster;  // of those of the tile, which are `clusters`
     int clusters;
-    int stored;  // of the tile's first cluster, its index among those of tiles with several
+    int stored;  // of a tile with several: the index of its first one, as those tiles come first
 };
 
 // The inclusive prefix sum over the lanes of a warp.
@@ -36,19 +36,22 @@ FLASH_DEVICE int warp_prefix_sum(int x) {
     return x;
 }
 
-// Cluster `index` of a head. By a warp. work_of(number) is what a sequence has.
+// Cluster `index` of a head. By a warp. work_of(number) is what a sequence has. Tiles with several
+// clusters come first: if one of many sequences is long, its clusters are the longest, and must not
+// start last.
 template <class WorkOf>
 FLASH_DEVICE ClusterWork find_cluster_work(int index, int sequences, int length, WorkOf work_of) {
-    int before = 0, stored_before = 0;
+    const int passes = ceil_div(sequences, 32);  // of a warp over all sequences
+    int before = 0;
 #pragma unroll 1
-    for (int first = 0; first < sequences; first += 32) {
+    for (int pass = 0; pass < 2 * passes; ++pass) {
+        const bool of_several = pass < passes;
+        const int first = (of_several ? pass : pass - passes) * 32;
         const int number = first + lane_id();
         const SequenceWork work = number < sequences ? work_of(number) : SequenceWork{0, 0};
         const int clusters = SplitsByLength::of_tile(work.blocks, length);
-        const int own = work.tiles * clusters;
-        const int own_stored = clusters > 1 ? own : 0;
+        const int own = (clusters > 1) == of_several ? work.tiles * clusters : 0;
         const int end = before + warp_prefix_sum(own);
-        const int stored_end = stored_before + warp_prefix_sum(own_stored);
         const unsigned past = __ballot_sync(0xffffffff, end > index);
         if (past != 0) {
             const int lane = __ffs(past) - 1;
@@ -56,11 +59,10 @@ FLASH_DEVICE ClusterWork find_cluster_work(int index, int sequences, int length,
             const int of_each = of_lane(clusters);
             const int within = index - of_lane(end - own);
             const int tile = within / of_each;
-            return {first + lane, tile, within - tile * of_each, of_each,
-                    of_lane(stored_end - own_stored) + tile * of_each};
+            const int cluster = within - tile * of_each;
+            return {first + lane, tile, cluster, of_each, index - cluster};
         }
         before = __shfl_sync(0xffffffff, end, 31);
-        stored_before = __shfl_sync(0xffffffff, stored_end, 31);
     }
     return {-1, 0, 0, 1, 0};
 }

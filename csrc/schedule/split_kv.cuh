@@ -14,6 +14,27 @@ FLASH_HOST_DEVICE constexpr VisibleTiles split_of(VisibleTiles all, int split, i
     return {begin, begin + least + (split < longer)};
 }
 
+// Fixed splits, of batch-invariant calls: they begin at the same keys whatever the call is, so what
+// the parts of a row's sum are, and in which order they are added, depends on its keys alone. The
+// splits of a Q tile are the work of `ctas` CTAs; each takes every ctas-th, from the last one down.
+inline constexpr int kFixedSplitKeys = 2048;
+FLASH_HOST_DEVICE constexpr int fixed_split_tiles(int block_kv) {
+    return kFixedSplitKeys / block_kv;
+}
+// The splits that have some of these tiles; if there are none the first one.
+FLASH_HOST_DEVICE constexpr Interval fixed_splits(VisibleTiles tiles, int split_tiles) {
+    if (tiles.empty()) return {0, 1};
+    return {tiles.begin / split_tiles, ceil_div(tiles.end, split_tiles)};
+}
+// The CTA's split after this one, or -1 ...
+FLASH_HOST_DEVICE constexpr int next_fixed_split(Interval splits, int split, int ctas) {
+    return split - ctas >= splits.begin ? split - ctas : -1;
+}
+// ... and its first one, if it is number `cta`.
+FLASH_HOST_DEVICE constexpr int last_fixed_split(Interval splits, int cta, int ctas) {
+    return next_fixed_split(splits, cta + ceil_div(max_of(splits.end - cta, 0), ctas) * ctas, ctas);
+}
+
 inline constexpr int kMaxClusterSplits = 8;  // the largest portable cluster
 inline constexpr int kMaxClusters = 15;      // of a tile, each of as many splits
 

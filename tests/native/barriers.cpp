@@ -27,7 +27,7 @@ namespace {
 // A call: all lengths, and the options that change an order of tiles.
 struct Shape {
     int batch, heads_q, heads_k, seqlen_q, seqlen_k, window_left, window_right;
-    int num_splits, pack_gqa_log2, deterministic, varlen;
+    int num_splits, pack_gqa_log2, deterministic, varlen, split_ctas;
     int cu_seqlens_q[8], cu_seqlens_k[8];
 };
 
@@ -73,6 +73,7 @@ ForwardParams forward_params(const Shape& call, ElementType type, int head_dim, 
     x.counters = &counter;
     x.pack_gqa_log2 = call.pack_gqa_log2;
     x.num_splits = call.num_splits;
+    x.split_ctas = call.split_ctas;
     if (call.num_splits > 1) {
         x.o_partial = reinterpret_cast<float*>(global);
         x.statistics_partial = reinterpret_cast<PartialStatistics*>(global);
@@ -206,7 +207,7 @@ cudaError_t launch_forward(const Shape& call, ElementType type, bool general = f
         params.tile_order =
             tile_order_of(params, params.seqlen_q, Kernel::kBlockQ >> call.pack_gqa_log2,
                           call.pack_gqa_log2 > 0 ? call.heads_k : call.heads_q);
-        params.tile_order.tiles *= call.num_splits;
+        params.tile_order.tiles *= call.split_ctas > 0 ? call.split_ctas : call.num_splits;
         return launch_fa3_forward<Kernel>(params, {.bias = bias_of(params), .gpu = {.sms = kSms}},
                                           nullptr);
     };
@@ -331,6 +332,9 @@ const std::map<std::string, cudaError_t (*)(const Shape&)> kKernels{
     {"forward 128", forward<128, kUsual>},          // two P, two steps with a mask
     {"forward 64, splits", forward<64, kSmallQ, tuning::kVarlenSplits>},
     {"forward 64, packed GQA", forward<64, kSmallQ, tuning::kVarlenSplits>},
+    {"forward 64, fixed splits", forward<64, kSmallQ, tuning::kVarlenSplits>},
+    {"forward 64, merged splits", forward<64, kSmallQ, tuning::kVarlenSplits>},
+    {"forward 64, pages and merged splits", forward<64, kSmallQ, tuning::kPagesSplits>},
     {"forward 64, pages", forward<64, kUsual, tuning::kPages>},
     {"forward 64, pages and splits", forward<64, kSmallQ, tuning::kPagesSplits>},
     {"forward 64, general", forward<64, kSmallQ, tuning::kFa3Scores>},

@@ -209,6 +209,7 @@ struct Planned {
     std::vector<std::string> launches;
     std::vector<std::array<int, 4>> copies;
     int num_splits = 1;
+    int split_ctas = 0;
     int pack_gqa_log2 = 0;
     int tile = 0;  // tuning::Fa3ForwardTile, or of the kernel for few queries Fa3DecodeTile
     int clusters_by_length = 0;
@@ -373,6 +374,7 @@ struct Problem {
         }
         Planned found = planned(plan, names);
         found.num_splits = params.num_splits;
+        found.split_ctas = params.split_ctas;
         found.changes_scores = params.changes_scores;
         found.pack_gqa_log2 = params.pack_gqa_log2;
         found.clusters_by_length = plan.kernel.by_length.clusters;
@@ -477,6 +479,7 @@ PYBIND11_MODULE(MODULE, m) {
         .def_readonly("launches", &Planned::launches)
         .def_readonly("copies", &Planned::copies)
         .def_readonly("num_splits", &Planned::num_splits)
+        .def_readonly("split_ctas", &Planned::split_ctas)
         .def_readonly("pack_gqa_log2", &Planned::pack_gqa_log2)
         .def_readonly("clusters_by_length", &Planned::clusters_by_length)
         .def_readonly("tile", &Planned::tile)

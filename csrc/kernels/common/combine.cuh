@@ -5,9 +5,12 @@
 //
 // Split p is attention over some of the keys, in float32, with the row maxima m_p and sums l_p of
 // its softmax. A split in which a row sees no key has l_p = 0 and does not count.
+//
+// Fixed splits, of batch-invariant calls, are merged one after another instead (merge_splits.cuh).
 #pragma once
 
 #include "kernels/common/launch.cuh"
+#include "kernels/common/merge_splits.cuh"
 #include "kernels/common/softmax.cuh"
 #include "problem/sequences.cuh"
 #include "ptx/grid_dependency.cuh"
@@ -138,6 +141,56 @@ __global__ void __launch_bounds__(32 * kCombineWarps, 6)
     }
 }
 
+// In a fixed order, as a CTA does that has all splits of a Q tile. A warp has a row.
+template <class Element, int kHeadDimV>
+__global__ void __launch_bounds__(32 * kCombineWarps)
+    merge_splits_kernel(const __grid_constant__ CombineParams params) {
+    const int row = static_cast<int>(blockIdx.x) * kCombineWarps + warp_id();
+    if (row >= params.rows) return;
+    const int lane = lane_id();
+    ptx::wait_for_grid_before();
+
+    constexpr int kPairs = ceil_div(kHeadDimV, 64);
+    float2 out[kPairs] = {};
+    PartialStatistics all{-INFINITY, 0.f};
+#pragma unroll 1
+    for (int first = (params.num_splits - 1) / 32 * 32; first >= 0; first -= 32) {
+        PartialStatistics own{-INFINITY, 0.f};  // of the lane's split
+        if (first + lane < params.num_splits)
+            own = params.statistics_partial[int64_t{first + lane} * params.rows + row];
+        const unsigned with_keys = __ballot_sync(0xffffffff, own.sum != 0.f);
+        const int begin = max_of(__ffs(with_keys) - 1, 0), last = 31 - __clz(with_keys);
+        MergeWeights weights{};  // of the lane's split
+        for (int i = last; i >= begin; --i) {
+            const MergeWeights of_split = merge_statistics(
+                all, {__shfl_sync(0xffffffff, own.max, i), __shfl_sync(0xffffffff, own.sum, i)});
+            if (lane == i) weights = of_split;
+        }
+        const auto* source =
+            reinterpret_cast<const float2*>(params.o_partial +
+                                            (int64_t{first} * params.rows + row) * kHeadDimV) +
+            lane;
+        const int64_t distance = int64_t{params.rows} * (kHeadDimV / 2);  // of splits
+#pragma unroll 4
+        for (int i = last; i >= begin; --i) {
+            const MergeWeights merged{__shfl_sync(0xffffffff, weights.before, i),
+                                      __shfl_sync(0xffffffff, weights.added, i)};
+#pragma unroll
+            for (int j = 0; j < kPairs; ++j) {
+                if (kHeadDimV % 64 != 0 && j * 32 + lane >= kHeadDimV / 2) continue;
+                const float2 x = source[i * distance + j * 32];
+                out[j] = {merged(out[j].x, x.x), merged(out[j].y, x.y)};
+            }
+        }
+    }
+    if (lane == 0) params.lse[row] = log_sum_exp(all.max, all.sum);
+    const RowPlace place = place_of_row(params, row);
+    auto* const target = row_pointer<Element>(params.out, place.batch, place.row, place.head);
+#pragma unroll
+    for (int j = 0; j < kPairs; ++j)
+        store_pair(target, 2 * (j * 32 + lane), params.head_dim_v, out[j]);
+}
+
 // The results are of a kernel of one of these tables.
 template <auto&... kTables>
 cudaError_t combine_splits_of(const ForwardParams& params, HeadDims dims, cudaStream_t stream,
@@ -153,6 +206,10 @@ cudaError_t combine_splits_of(const ForwardParams& params, HeadDims dims, cudaSt
                                  .out = params.out};
     const auto launch = [&](auto, auto dim_v) {
         return dispatch_element(params.out_type, [&](auto element) {
+            if (params.split_ctas > 0)
+                return launch_kernel<merge_splits_kernel<decltype(element), dim_v.value>>(
+                    ceil_div(combined.rows, kCombineWarps), 32 * kCombineWarps, 0, combined, stream,
+                    {.pdl = pdl});
             return launch_kernel<combine_kernel<decltype(element), dim_v.value>>(
                 ceil_div(combined.rows, kCombineRowsOfCta), 32 * kCombineWarps, 0, combined, stream,
                 {.pdl = pdl});

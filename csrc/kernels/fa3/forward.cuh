@@ -339,6 +339,23 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
         this->template store_tile<kLast>(rO, softmax, tile);
     }
 
+    // Does this CTA have all fixed splits of its Q tiles?
+    FLASH_DEVICE bool merges() const { return params.split_ctas == 1; }
+    FLASH_DEVICE void merge_and_store(Output& rO, Softmax& softmax, const QueryTile& tile) const {
+        softmax.finish();
+        if (this->merge_fixed_splits(rO, softmax, tile)) return;
+        this->template store_tile<true, true>(rO, softmax, tile);
+    }
+    // Before the next scores, in whose registers it has what it merges.
+    FLASH_DEVICE void merge_if_pending(State& x) const {
+        if constexpr (Tiles::kMayHaveFixedSplits) {
+            if (!merges() || !x.output_pending) return;
+            merge_and_store(x.rO, x.prev_softmax, work_tiles[x.output_tile]);
+            end_work_tile(x.output_tile);
+            x.output_pending = false;
+        }
+    }
+
     // --- The loop ---
 
     // One iteration, as in the header. new_tile: P is of a Q tile's last keys, and the scores are
@@ -347,7 +364,11 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
     template <bool kUnmasked>
     FLASH_DEVICE void iterate(State& x, const Probabilities& rP, Probabilities& next_rP,
                               bool new_tile = false) const {
-        if constexpr (kUnmasked) --x.kv_tile;
+        if constexpr (kUnmasked) {
+            --x.kv_tile;
+        } else {
+            merge_if_pending(x);
+        }
         k_pipeline.consumer_wait(x.k, x.k_ready);
         Order::wait(consumer);
         issue_scores(x);
@@ -434,6 +455,7 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
                 iterate<true>(x, rP[kNext], rP[0]);
             }
         }
+        merge_if_pending(x);
         rescale_or_store<false>(x);
         v_pipeline.consumer_wait(x.v);
         Order::wait(consumer);
@@ -445,6 +467,8 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
         Order::signal_next(consumer);
         ptx::wgmma_wait<0>();
         warpgroup_fence(x.rO);
+        if constexpr (Tiles::kMayHaveFixedSplits)
+            if (merges()) return merge_and_store(rO, softmax, work_tiles[x.output_tile]);
         store<true>(rO, softmax, work_tiles[x.output_tile]);
     }
 };

@@ -12,25 +12,14 @@
 
 #include "kernels/common/optimistic_softmax.cuh"
 #include "kernels/fa3/bias_tiles.cuh"
-#include "kernels/fa3/cta.cuh"
+#include "kernels/fa3/fixed_splits.cuh"
+#include "kernels/fa3/forward_launch.cuh"
 #include "kernels/fa3/mask_tiles.cuh"
 #include "problem/score.cuh"
 #include "schedule/split_kv.cuh"
 #include "tile/wgmma.cuh"
 
 namespace flash_ext {
-
-struct Fa3ForwardParams : ForwardParams {
-    DynamicPersistentScheduler scheduler;
-    CUtensorMap q_map;
-    CUtensorMap k_map;
-    CUtensorMap v_map;
-};
-
-// With packed GQA TMA loads the heads of a query as rows.
-FLASH_HOST_DEVICE TensorView with_heads_as_rows(const TensorView& q) {
-    return {q.data, q.batch_stride, q.head_stride, q.row_stride};
-}
 
 // Element is V's, QKElement Q's and K's.
 template <class Element, class QKElement, int kHeadDim_, int kHeadDimV, OptionSet kOptions,
@@ -47,11 +36,15 @@ struct Fa3ForwardTiles
     static constexpr bool kPages = contains(kOptions, OptionSet::kPages);
     static constexpr bool kMask = contains(kOptions, OptionSet::kMask);
     static constexpr bool kAlibi = only_alibi(kOptions);
+    // May a call be batch-invariant?
+    static constexpr bool kMayHaveFixedSplits =
+        kMayHaveSplits && !kMask && !visits_elements(kOptions) && sizeof(Element) == 2;
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kBlockQ = kConsumers * 64;
     static_assert(kBlockQ >= tuning::kForwardBlockQ);
     static_assert(!kMayHaveSplits || kBlockQ == tuning::kForwardBlockQ);
     static constexpr int kBlockKV = kTuning.block_kv;
+    static constexpr int kSplitTiles = fixed_split_tiles(kBlockKV);  // of a fixed split
     static constexpr int kFetchAhead = 2;  // K tiles still to follow when a Q tile is fetched
 
     // What the launch gives a CTA of this size, divided again by setmaxnreg.
@@ -142,20 +135,26 @@ struct Fa3ForwardTiles
 
     // --- Producers ---
 
-    FLASH_DEVICE void describe_next(QueryTile& tile, int linear) const {
+    // fixed_split: the one that comes next of the same Q tile, negative for a new Q tile.
+    FLASH_DEVICE void describe_next(QueryTile& tile, int linear, int& fixed_split) const {
         WorkTile work = kMask && !kMayHaveSplits ? longest_first(params, linear)
                                                  : work_tile(linear, params.tile_order);
         if constexpr (kMayHaveSplits) {
-            tile.split = work.tile_index % params.num_splits;
-            work.tile_index /= params.num_splits;
+            const int ctas = has_fixed_splits() ? params.split_ctas : params.num_splits;
+            tile.split = work.tile_index % ctas;
+            work.tile_index /= ctas;
             if (pack_gqa_log2() > 0) work.head *= group();  // the first head of the group
         }
         describe<Fa3ForwardTiles>(tile, params, work, queries());
         if (kPages && tile.sequence.seqlen_q <= params.few_queries) tile.first_query = -1;
         if constexpr (kMask)
             take_runs<kMaskBlock / kBlockKV>(tile.kv_tiles, tile.full_tiles, runs_of(tile));
-        if constexpr (kMayHaveSplits)
+        if (has_fixed_splits()) {
+            fixed_split = take_fixed_split(tile, fixed_split, kSplitTiles, params.split_ctas);
+            if (tile.first_query < 0) return;
+        } else if constexpr (kMayHaveSplits) {
             tile.kv_tiles = split_of(tile.kv_tiles, tile.split, params.num_splits);
+        }
         // A tile without keys takes one iteration, too: all its scores are hidden, and TMA fills K
         // and V with zeros.
         if (tile.kv_tiles.empty()) {
@@ -163,6 +162,17 @@ struct Fa3ForwardTiles
             tile.kv_tiles = {0, 1};
         }
         if constexpr (kAlibi) tile.turn = turn_to_diagonal(params, tile, kBlockQ, kBlockKV);
+    }
+
+    FLASH_DEVICE bool has_fixed_splits() const {
+        return kMayHaveFixedSplits && params.split_ctas > 0;
+    }
+    // Those in which a Q tile sees keys.
+    FLASH_DEVICE Interval fixed_splits_of(const QueryTile& tile) const {
+        const Interval queries{tile.first_query, tile.first_query + this->queries()};
+        return fixed_splits(
+            VisibleTiles::of_queries(mask_of(params, tile.sequence), queries, kBlockKV),
+            kSplitTiles);
     }
 
     FLASH_DEVICE BlockRuns runs_of(const QueryTile& tile) const {
@@ -226,7 +236,9 @@ struct Fa3ForwardTiles
         const int at_once = params.tile_order.tiles_at_once;
         int linear = static_cast<int>(blockIdx.x) * at_once;
         bool started = false;
+        int fixed_split = -1;
         const auto fetch = [&] {
+            if (kMayHaveFixedSplits && fixed_split >= 0) return linear;
             if (++linear % at_once != 0) return linear;
             if (!started) params.scheduler.start();
             started = true;
@@ -234,7 +246,8 @@ struct Fa3ForwardTiles
             return linear;
         };
         work_tiles.produce(
-            linear, total, fetch, [&](QueryTile& tile, int linear) { describe_next(tile, linear); },
+            linear, total, fetch,
+            [&](QueryTile& tile, int linear) { describe_next(tile, linear, fixed_split); },
             [&](const QueryTile& tile, const WorkTileState& t) {
                 if constexpr (kPages) {
                     work_tiles.wait_to_fetch(t);
@@ -488,12 +501,14 @@ struct Fa3ForwardTiles
 
     // --- Results ---
 
-    // O / l, with dropout times the factor of entries that are kept.
+    // O / l, with dropout times the factor of entries that are kept. With fixed splits O, since
+    // merge_splits.cuh divides.
     template <class Softmax>
     FLASH_DEVICE void normalize(Output& rO, Softmax& softmax) const {
         softmax.finish();
         const float factor =
             contains(kOptions, OptionSet::kDropout) ? params.p_factor * params.late_factor : 1.f;
+        if (has_fixed_splits()) return;
         RowRescaling{true, {factor * softmax.inverse_sum(0, 0), factor * softmax.inverse_sum(0, 1)}}
             .apply(rO);
     }
@@ -510,10 +525,17 @@ struct Fa3ForwardTiles
         }
     }
 
+    template <class Softmax>
+    FLASH_DEVICE bool merge_fixed_splits(Output& rO, Softmax& softmax,
+                                         const QueryTile& tile) const {
+        return MergedSplits<Output>(params.o_partial, kConsumers, consumer)
+            .merge(rO, softmax, fixed_splits_of(tile), tile.split);
+    }
+
     // Stores O / l and lse to HBM, or the results of a split. kLast: it is the CTA's last tile.
     // Only then may the heads of a group be written to out: in the loop the test would cost splits
-    // time.
-    template <bool kLast, class Softmax>
+    // time. kMerged: it has all splits.
+    template <bool kLast, bool kMerged = false, class Softmax>
     FLASH_DEVICE void store_tile(const Output& rO, const Softmax& softmax,
                                  const QueryTile& tile) const {
         const Sequence& s = tile.sequence;
@@ -533,11 +555,14 @@ struct Fa3ForwardTiles
         // Of the kernels for splits, only one with options may have neither splits nor groups.
         constexpr bool kForSplits = kMayHaveSplits && !visits_elements(kOptions);
         constexpr bool kSplits = kForSplits && !kLast, kGroup = kForSplits && kLast;
-        if (kSplits || (kMayHaveSplits && params.o_partial != nullptr)) {
+        if (!kMerged && (kSplits || (kMayHaveSplits && params.o_partial != nullptr))) {
             const int64_t first = tile.split * statistics_rows(params) + statistics;
             const int64_t index = index_from(first, row);
-            if (has_row && index >= 0)
+            if (has_row && index >= 0) {
                 params.statistics_partial[index] = {softmax.max(0, i), softmax.sum(0, i)};
+                if (has_fixed_splits())
+                    store_without_keys(params, fixed_splits_of(tile), tile.split, index);
+            }
             store_rows(params.o_partial, rO, [&](int row) { return index_from(first, row); });
         } else if (kGroup || (kLast && pack_gqa_log2() > 0)) {
             const float lse = softmax.lse(0, i);
@@ -565,33 +590,5 @@ struct Fa3ForwardTiles
         }
     }
 };
-
-template <class Kernel>
-cudaError_t launch_fa3_forward(const ForwardParams& call, const ForwardKernel& kernel,
-                               cudaStream_t stream) {
-    typename Kernel::Params params{};
-    static_cast<Fa3ForwardParams&>(params) = {call, make_dynamic_scheduler(call.counters)};
-    if (params.seqlen_k == 0) {  // a tensor map needs an address, although nothing is read
-        params.k.data = params.q.data;
-        params.v.data = params.q.data;
-    }
-    const TensorView q = params.pack_gqa_log2 > 0 ? with_heads_as_rows(params.q) : params.q;
-    params.pages.box_rows = Kernel::key_box_rows(params);
-    for (cudaError_t status : {encode_tensor_map<typename Kernel::QTile>(
-                                   params.q_map, q, params.head_dim, Kernel::kQBoxRows),
-                               encode_tensor_map<typename Kernel::KTile>(
-                                   params.k_map, params.k, params.head_dim, params.pages.box_rows),
-                               Kernel::encode_v_map(params)})
-        if (status != cudaSuccess) return status;
-    if constexpr (Kernel::kBias)
-        if (const cudaError_t status = params.bias_map.template prepare<typename Kernel::BiasTile>(
-                call, kernel.bias, stream);
-            status != cudaSuccess)
-            return status;
-    const int works = work_tile_count(params.tile_order) / params.tile_order.tiles_at_once;
-    return launch_kernel<fa3_kernel<Kernel>>(min_of(works, kernel.gpu.sms), Kernel::kThreads,
-                                             sizeof(typename Kernel::SharedStorage), params, stream,
-                                             {.pdl = kernel.row_major_v.has_value()});
-}
 
 }  // namespace flash_ext

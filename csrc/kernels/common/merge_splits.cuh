@@ -1,0 +1,40 @@
+// Merges splits of the keys in a fixed order, one after another: with the row maxima m and sums l
+// of the splits so far and of the next one (primed),
+//
+//     M = max(m, m'),    L = 2^(m - M) l + 2^(m' - M) l',    O := (2^(m - M) l O + 2^(m' - M) O') /
+//     L
+//
+// where O is divided by l already and O' is not. O and l are 0 before the first split. One without
+// keys changes no bit. Operations are given one by one, so that every kernel has the same bits.
+#pragma once
+
+#include "problem/params.h"
+#include "ptx/math.cuh"
+
+namespace flash_ext {
+
+// The factors of O and O'.
+struct MergeWeights {
+    float before, added;
+
+    FLASH_DEVICE float operator()(float x, float x_added) const {
+        return fmaf(added, x_added, __fmul_rn(before, x));
+    }
+};
+
+// Adds a split to the statistics of a row.
+FLASH_DEVICE MergeWeights merge_statistics(PartialStatistics& all, const PartialStatistics& split) {
+    if (split.sum == 0.f) return {1.f, 0.f};
+    if (all.sum == 0.f) {
+        all = split;
+        return {0.f, ptx::rcp(all.sum)};
+    }
+    const float max = fmaxf(all.max, split.max);
+    const float before = __fmul_rn(ptx::ex2(all.max - max), all.sum);
+    const float added = ptx::ex2(split.max - max);
+    all = {max, __fadd_rn(before, __fmul_rn(added, split.sum))};
+    const float inverse = ptx::rcp(all.sum);
+    return {__fmul_rn(before, inverse), __fmul_rn(added, inverse)};
+}
+
+}  // namespace flash_ext
