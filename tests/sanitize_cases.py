@@ -88,6 +88,9 @@ def cases() -> Iterator[tuple[Problem, str, bool]]:
         for variant in variants()[1:]:  # fa1 has no parts, and is always deterministic
             yield parts, variant, True
             yield dataclasses.replace(parts, softcap=2.0), variant, True
+            short = dataclasses.replace(base, batch=3, heads_k=2, seqlen_q=40, seqlen_k=64)
+            yield short, variant, False
+            yield dataclasses.replace(short, bias="1hqk", causal=True), variant, True
             if variant == "fa2":
                 yield from ((x, "auto", True) for x in bias_gradients(base))
             yield base, variant, False
@@ -238,8 +241,17 @@ def masked() -> Iterator[tuple[str, Problem, dict[str, torch.Tensor], bool]]:
         yield variant, call, dict(zip(names, tiles, strict=True)), heads == 1
 
 
+def invariant() -> Iterator[Problem]:
+    """Batch-invariant calls of fa3: splits of several CTAs, and of one that merges them."""
+    for head_dim in (64, 128, 256):
+        base = Problem(2, 3, 9000, 8, 2, head_dim, causal=True)
+        yield base
+        yield dataclasses.replace(base, batch=17, heads_k=8, seqlen_q=70, seqlen_k=2100)
+        yield dataclasses.replace(base, lengths_q=(9, 0, 130), lengths_k=(4200, 9, 2100))
+
+
 def run(
-    inputs: Inputs, problem: Problem, variant: str, deterministic: bool, **mask: torch.Tensor
+    inputs: Inputs, problem: Problem, variant: str, deterministic: bool, **more: torch.Tensor | bool
 ) -> None:
     """Forward and backward, both through the ops: only our kernels and copies."""
     on_device = {
@@ -251,7 +263,7 @@ def run(
     options = options_of(problem) | on_device
     options["window_left"], options["window_right"] = options.pop("window")
     options |= {"deterministic": deterministic, "variant": variant}
-    options |= {name: to_device(x) for name, x in mask.items()}
+    options |= {k: to_device(x) if isinstance(x, torch.Tensor) else x for k, x in more.items()}
     # fa3's tile counter and the backward's flag are read before anything is written, on purpose.
     with nan_filled_outputs() if variant == "fa3" else contextlib.nullcontext():
         out, lse = torch.ops.flash_ext.fwd(q, k, v, **options)
@@ -270,8 +282,9 @@ def to_device(x: torch.Tensor) -> torch.Tensor:
 if __name__ == "__main__":
     calls = [*cases(), *((problem, "fa3", False) for problem in fp8_cases())]
     masks = list(masked())
+    of_fa3 = list(invariant()) if variants()[-1] == "fa3" else []
     if "--count" in sys.argv:
-        print(len(calls) + len(masks))
+        print(len(calls) + len(masks) + len(of_fa3))
     else:
         for problem, variant, deterministic in calls:
             run(make_inputs(problem, "cpu"), problem, variant, deterministic)
@@ -279,11 +292,13 @@ if __name__ == "__main__":
             quantize_all()
         for variant, problem, mask, deterministic in masks:
             run(make_inputs(problem, "cpu"), problem, variant, deterministic, **mask)
+        for problem in of_fa3:
+            run(make_inputs(problem, "cpu"), problem, "fa3", False, batch_invariant=True)
         combine()
         append()
         make_masks()
         if "memcheck" in sys.argv:
             for case in wild_offsets():
                 run(*case)
-        count = len(calls) + (len(masks) if variants()[-1] == "fa3" else 0)
+        count = len(calls) + len(masks) + len(of_fa3)
         print(f"{sys.argv[-1]}: {count} calls with flash_ext {flash_ext.__version__}")
