@@ -109,7 +109,11 @@ inline constexpr Fa2ForwardRow kFa2Forward[] = {
 constexpr Fa2ForwardShape fa2_forward_shape(HeadDims dims, OptionSet options,
                                             bool less_memory = false) {
     const Fa2ForwardRow row = row_of(kFa2Forward, dims);
-    if (has_bias_tiles(options)) return less_memory ? row.small_general : row.with_bias;
+    if (has_bias_tiles(options)) {
+        Fa2ForwardShape shape = less_memory ? row.small_general : row.with_bias;
+        shape.ctas_per_sm = row.with_bias.ctas_per_sm;  // the plan has one order of tiles
+        return shape;
+    }
     if (changes_scores(options)) return less_memory ? row.small_general : row.general;
     return less_memory ? row.small_plain : row.plain;
 }

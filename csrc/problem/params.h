@@ -118,7 +118,7 @@ struct AttentionParams {
 
     // Dropout, see dropout.cuh.
     const int64_t* rng_state = nullptr;  // (2): seed, offset; null: none
-    uint32_t drop_threshold;  // of 15 bits, twice
+    uint32_t drop_threshold;             // of 15 bits, twice
     // The factor of entries that are kept, 1 / (1 - p), is the product of these. P has the first
     // one when it is rounded: without it, small P would lose digits in fp16, with all of it the
     // largest could overflow.
