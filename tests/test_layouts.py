@@ -30,7 +30,8 @@ LANES = range(32)
 @pytest.fixture(scope="session")
 def layouts() -> ModuleType:
     flags = [*DEVICE_CODE, "-Wno-invalid-offsetof", "-Wno-unused-variable"]
-    sources = [NATIVE / "layouts.cpp", FAKE_CUDA / "device.cpp"]
+    names = ("loads", "results", "layouts")
+    sources = [*(NATIVE / f"{name}.cpp" for name in names), FAKE_CUDA / "device.cpp"]
     return python_module("flash_ext_layouts", sources, flags)
 
 

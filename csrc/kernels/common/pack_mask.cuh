@@ -16,7 +16,6 @@ namespace flash_ext {
 inline constexpr int kPackThreads = 256;
 inline constexpr int kKeysOfLane = 16;
 inline constexpr int kLanesOfRow = kMaskBlock / kKeysOfLane;
-inline constexpr int kRowsAtOnce = 32 / kLanesOfRow;
 inline constexpr int kPackPasses = kMaskBlock / (kPackThreads / kLanesOfRow);
 static_assert(kPackPasses % 2 == 0);
 
