@@ -1130,26 +1130,30 @@ def test_gpu_problems_have_every_cluster(native: ModuleType) -> None:
 
 @pytest.fixture(scope="module")
 def with_gaps() -> OtherBuild:
-    """The plan with rows and sets of options missing in tuning.h."""
+    """The plan with rows and sets of options missing in tuning.h and tuning_backward.h."""
     home = ROOT / "build" / "tests-native" / "with_gaps"
     (home / "plan").mkdir(parents=True, exist_ok=True)
-    tuning = (CSRC / "plan" / "tuning.h").read_text()
-    tables = {x.split("[]")[0]: x for x in re.split(r"(?=\bkFa\w+\[\] = )", tuning)}
-    for table, head_dims, options in (
-        ("kFa2Forward", "96, 96", None),
-        ("kFa2Forward", "256, 256", None),
-        ("kFa2Backward", "64, 64", "{2, {kDense, kVarlen}}"),
-        ("kFa3Forward", "256, 256", "{2, {kVarlen, kVarlenSplits}}"),
-        ("kFa3Decode", "128, 128", None),
+    forward, backward = "tuning.h", "tuning_backward.h"
+    sources = {name: (CSRC / "plan" / name).read_text() for name in (forward, backward)}
+    for source, table, head_dims, options in (
+        (forward, "kFa2Forward", "96, 96", None),
+        (forward, "kFa2Forward", "256, 256", None),
+        (backward, "kFa2Backward", "64, 64", "{2, {kDense, kVarlen}}"),
+        (forward, "kFa3Forward", "256, 256", "{2, {kVarlen, kVarlenSplits}}"),
+        (forward, "kFa3Decode", "128, 128", None),
     ):
         row = rf"    \{{\.head_dims = \{{{head_dims}\}},.*?\}}\}},\n"
-        found = re.search(row, tables[table], re.DOTALL)
+        found = re.compile(row, re.DOTALL).search(
+            sources[source], sources[source].index(f"{table}[] = ")
+        )
         assert found is not None
         with_options = f"{{.head_dims = {{{head_dims}}}, .options = {options},"
         head = r"\{\.head_dims = \{.*?\},(\s*\.options = \w+,)?"
         replacement = options and re.sub(head, with_options, found[0], count=1)
-        tables[table] = tables[table].replace(found[0], replacement or "")
-    (home / "plan" / "tuning.h").write_text("".join(tables.values()))
+        before, after = found.string[: found.start()], found.string[found.end() :]
+        sources[source] = before + (replacement or "") + after
+    for name, text in sources.items():
+        (home / "plan" / name).write_text(text)
     return OtherBuild("plan_with_gaps", SM90A, f"-iquote{home}")
 
 

@@ -1,4 +1,5 @@
 #include "plan/steps.h"
+#include "plan/tuning_backward.h"
 
 namespace flash_ext {
 namespace {

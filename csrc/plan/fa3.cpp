@@ -3,6 +3,7 @@
 
 #include "plan/steps.h"
 #include "plan/transposed_v.cuh"
+#include "plan/tuning_backward.h"
 
 namespace flash_ext {
 namespace {

@@ -16,6 +16,7 @@
 #include "plan/call.h"
 #include "plan/cost.h"
 #include "plan/tuning.h"
+#include "plan/tuning_backward.h"
 #include "plan/workspace_rows.cuh"
 #include "problem/dropout.cuh"
 #include "problem/mask.cuh"

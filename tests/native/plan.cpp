@@ -20,6 +20,7 @@
 
 #include "plan/launchers.h"
 #include "plan/tuning.h"
+#include "plan/tuning_backward.h"
 #include "problem/mask.cuh"
 
 namespace {

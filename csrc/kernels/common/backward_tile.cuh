@@ -27,6 +27,7 @@
 #include "kernels/common/q_tile_walk.cuh"
 #include "kernels/common/softmax.cuh"
 #include "kernels/common/varlen.cuh"
+#include "plan/tuning_backward.h"
 #include "plan/workspace_rows.cuh"
 #include "problem/hide_by_words.cuh"
 #include "problem/key_rows.cuh"

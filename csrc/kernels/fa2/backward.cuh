@@ -17,7 +17,7 @@
 #pragma once
 
 #include "kernels/common/backward_tile.cuh"
-#include "plan/tuning.h"
+#include "plan/tuning_backward.h"
 #include "plan/workspace_rows.cuh"
 #include "problem/sequences.cuh"
 #include "schedule/tile_numbers.cuh"

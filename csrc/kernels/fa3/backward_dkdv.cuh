@@ -52,6 +52,7 @@
 
 #include "kernels/fa3/backward_common.cuh"
 #include "kernels/fa3/cta.cuh"
+#include "plan/tuning_backward.h"
 #include "plan/workspace_rows.cuh"
 
 namespace flash_ext {

@@ -6,7 +6,7 @@
 
 #include "kernels/common/postprocess_dq.cuh"
 #include "kernels/fa3/backward_common.cuh"
-#include "plan/tuning.h"
+#include "plan/tuning_backward.h"
 #include "ptx/grid_dependency.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/stmatrix.cuh"

@@ -6,6 +6,7 @@
 #include "kernels/fa3/cta.cuh"
 #include "kernels/fa3/mask_tiles.cuh"
 #include "kernels/fa3/stored_dbias.cuh"
+#include "plan/tuning_backward.h"
 #include "ptx/tma.cuh"
 #include "schedule/split_kv.cuh"
 #include "tile/tma_load.cuh"

@@ -8,6 +8,7 @@
 #include "kernels/fa3/backward_dq.cuh"
 #include "kernels/fa3/backward_dq_gemm.cuh"
 #include "plan/launchers.h"
+#include "plan/tuning_backward.h"
 
 namespace flash_ext {
 

@@ -48,6 +48,7 @@
 #include "kernels/fa3/backward_common.cuh"
 #include "kernels/fa3/cta.cuh"
 #include "plan/launchers.h"
+#include "plan/tuning_backward.h"
 #include "ptx/cluster.cuh"
 #include "schedule/dbias_tiles.cuh"
 #include "schedule/split_kv.cuh"
