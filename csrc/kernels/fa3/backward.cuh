@@ -31,8 +31,8 @@
 // dQ^T, in the registers of S; at 32 and 64 half of its rows. dQ is summed over CTAs in float32 in
 // HBM: each consumer writes its half to shared memory, in fragment order, and a producer adds it by
 // TMA. A fence after a store waits until the store is done. With late_fences (tuning_backward.h) dS
-// is stored after dQ has been started, and the fence of dQ comes after the next S, dV and dK. Stored
-// that late, too, dQ would delay them (note 027).
+// is stored after dQ has been started, and the fence of dQ comes after the next S, dV and dK.
+// Stored that late, too, dQ would delay them (note 027).
 //
 // The preprocess pass computes lse and delta and zeroes dq_accum. The postprocess pass converts dQ,
 // head by head, on the SMs that have no more tiles. For short sequences, and in deterministic mode,
