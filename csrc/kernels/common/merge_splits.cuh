@@ -1,8 +1,8 @@
 // Merges splits of the keys in a fixed order, one after another: with the row maxima m and sums l
 // of the splits so far and of the next one (primed),
 //
-//     M = max(m, m'),    L = 2^(m - M) l + 2^(m' - M) l',    O := (2^(m - M) l O + 2^(m' - M) O') /
-//     L
+//     M = max(m, m'),    L = 2^(m - M) l + 2^(m' - M) l'
+//     O := (2^(m - M) l O + 2^(m' - M) O') / L
 //
 // where O is divided by l already and O' is not. O and l are 0 before the first split. One without
 // keys changes no bit. Operations are given one by one, so that every kernel has the same bits.

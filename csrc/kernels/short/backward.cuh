@@ -47,12 +47,7 @@ FLASH_DEVICE void store_dbias(const ShortBackwardParams& params, int64_t index, 
 #pragma unroll 8
             for (int cta = 0; cta < params.ctas_per_bias; ++cta)
                 total += sums[(cta * kBlock + row) * kBlock + col];
-    total *= params.dbias_factor;
-    if (params.bias.type == BiasType::kFloat32) {
-        static_cast<float*>(params.dbias)[index] = total;
-    } else {
-        static_cast<Element*>(params.dbias)[index] = ptx::from_float<Element>(total);
-    }
+    store_dbias<Element>(params, index, total * params.dbias_factor);
 }
 
 template <class Element, int kHeadDim, OptionSet kOptions>
