@@ -7,7 +7,7 @@
 #pragma once
 
 #include "schedule/split_kv.cuh"
-#include "tile/register_tile.cuh"
+#include "tile/warp_prefix.cuh"
 
 namespace flash_ext {
 
@@ -25,16 +25,6 @@ struct ClusterWork {
     int clusters;
     int stored;  // of a tile with several: the index of its first one, as those tiles come first
 };
-
-// The inclusive prefix sum over the lanes of a warp.
-FLASH_DEVICE int warp_prefix_sum(int x) {
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-        const int before = __shfl_up_sync(0xffffffff, x, distance);
-        if (lane_id() >= distance) x += before;
-    }
-    return x;
-}
 
 // Cluster `index` of a head. By a warp. work_of(number) is what a sequence has. Tiles with several
 // clusters come first: if one of many sequences is long, its clusters are the longest, and must not

@@ -14,7 +14,7 @@
 #include "kernels/common/launch.cuh"
 #include "kernels/common/pack_mask.cuh"
 #include "problem/make_mask.cuh"
-#include "schedule/split_by_length.cuh"
+#include "tile/warp_prefix.cuh"
 
 namespace flash_ext {
 

@@ -10,6 +10,7 @@
 
 #include "kernels/common/launch.cuh"
 #include "problem/sequences.cuh"
+#include "tile/warp_prefix.cuh"
 
 namespace flash_ext {
 
@@ -20,17 +21,11 @@ __global__ void sanitize_cu_seqlens_kernel(const __grid_constant__ BackwardParam
     const int* cu_seqlens = is_q ? params.cu_seqlens_q : params.cu_seqlens_k;
     const int total = is_q ? params.seqlen_q : params.seqlen_k;
     int* offsets = is_q ? offsets_q : offsets_k;
-    const int lane = threadIdx.x;
     int largest = 0;
     for (int first = 0; first <= params.batch; first += 32) {
-        const int i = first + lane;  // of an offset
-        int x = i <= params.batch ? varlen_begin(cu_seqlens, i + 1, total) : 0;
-#pragma unroll
-        for (int distance = 1; distance < 32; distance *= 2) {
-            const int before = __shfl_up_sync(0xffffffff, x, distance);
-            if (lane >= distance) x = max_of(x, before);
-        }
-        x = max_of(x, largest);
+        const int i = first + lane_id();  // of an offset
+        const int own = i <= params.batch ? varlen_begin(cu_seqlens, i + 1, total) : 0;
+        const int x = max_of(warp_prefix(own, max_of<int>), largest);
         if (i <= params.batch) offsets[i] = x;
         largest = __shfl_sync(0xffffffff, x, 31);
     }
