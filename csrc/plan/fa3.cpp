@@ -249,8 +249,7 @@ bool plan_fa3_decode(Workspace& workspace, ForwardParams& params, ForwardKernel&
 
     DecodeSplits splits = decode_splits(params, mask, tiles, tile, shape_of(tile).ctas_per_sm, gpu);
     if (const auto count = forced("FLASH_EXT_FORCE_SPLITS"))
-        splits = {*count,
-                  forced("FLASH_EXT_FORCE_CLUSTER").value_or(min_of(*count, kMaxClusterSplits))};
+        splits = {*count, min_of(*count, kMaxClusterSplits)};
     kernel.head_dims = row->head_dims;
     kernel.options = row->options.set_for(options);
     params.changes_scores = changes_scores(options);  // a branch at run time
