@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import partial
 
 import common
@@ -64,56 +64,43 @@ def model_and_inputs(name: str, device: torch.device, attend: str) -> tuple[nn.M
     return timm.create_model(name), {"x": torch.randn(size["batch"], 3, 224, 224)}
 
 
-class Trainee:
-    """A model in training with one attention."""
+def training(
+    name: str, device: torch.device, attend: str
+) -> tuple[Callable[[], Tensor], Iterable[Tensor]]:
+    """A step of a new model, which returns the loss before it, and the model's parameters."""
+    with device:
+        model, inputs = model_and_inputs(name, device, attend)
+    parameters = list(model.bfloat16().parameters())
+    inputs = {n: x.bfloat16() if x.is_floating_point() else x for n, x in inputs.items()}
+    cuda = device.type == "cuda"
+    optimizer = torch.optim.AdamW(parameters, 1e-5, fused=cuda, capturable=cuda)
+    targets: list[Tensor] = []
 
-    def __init__(self, name: str, device: torch.device, attend: str) -> None:
-        with device:
-            model, inputs = model_and_inputs(name, device, attend)
-        self.model, self.cuda = model.to(torch.bfloat16), device.type == "cuda"
-        self.inputs = {n: x.bfloat16() if x.is_floating_point() else x for n, x in inputs.items()}
-        parameters = self.model.parameters()
-        fast = {"fused": self.cuda, "capturable": self.cuda}
-        self.optimizer = torch.optim.AdamW(parameters, 1e-5, **fast)
-        self.targets: list[Tensor] = []
-
-    def step(self) -> Tensor:
-        """One step; returns the loss before it. The gradients stay."""
-        self.optimizer.zero_grad()
-        found = self.model(**self.inputs)
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        found = model(**inputs)
         outputs = (found,) if torch.is_tensor(found) else found[:2]
-        if not self.targets:  # any numbers that do not depend on the attention
-            self.targets = [torch.arange(x.numel(), device=x.device).sin().view_as(x)
-                            for x in outputs]  # fmt: skip
-        pairs = zip(outputs, self.targets, strict=True)
-        loss = torch.stack([F.mse_loss(x.float(), y) for x, y in pairs]).sum()
+        if not targets:  # any numbers that do not depend on the attention
+            targets.extend(torch.arange(x.numel(), device=device).sin() for x in outputs)
+        pairs = zip(outputs, targets, strict=True)
+        loss = torch.stack([F.mse_loss(x.float().flatten(), y) for x, y in pairs]).sum()
         loss.backward()
-        self.optimizer.step()
+        optimizer.step()
         return loss.detach()
 
-    def first(self) -> list[Tensor]:
-        """The loss of a step, and all gradients in one."""
-        loss = self.step()
-        found = [(x.grad if x.grad is not None else torch.zeros_like(x)).float().flatten()
-                 for x in self.model.parameters()]  # fmt: skip
-        return [loss, torch.cat(found)]
+    return step, parameters
 
-    def captured(self) -> Callable[[], object]:
-        """A step to be timed."""
-        if not self.cuda:
-            return self.step
-        stream, self.graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UP):
-                self.step()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(self.graph):
-            self.step()
-        return self.replay
 
-    def replay(self) -> None:
-        """A captured step: a method, since the model must outlive the graph."""
-        self.graph.replay()
+def captured(step: Callable[[], object]) -> Callable[[], object]:
+    """The same steps from a CUDA graph; the function keeps the model, which the graph reads."""
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for _ in range(WARM_UP):
+            step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return lambda: (graph.replay(), step)
 
 
 def measure(name: str, device: torch.device, rounds: int) -> Json:
@@ -122,25 +109,28 @@ def measure(name: str, device: torch.device, rounds: int) -> Json:
     measured: Json = {}
 
     def prepare(attend: str) -> Callable[[], object]:
-        active = attend == OURS and device.type == "cuda"
-        around: AbstractContextManager[object] = sdpa.activated() if active else nullcontext()
-        with around:
-            trainee = Trainee(name, device, attend)
-            found = trainee.first()
+        cuda = device.type == "cuda"
+        with sdpa.activated() if cuda and attend == OURS else nullcontext():
+            step, parameters = training(name, device, attend)
+            loss = step()
+            grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in parameters]
+            found = [loss, torch.cat([x.float().flatten() for x in grads])]
             reference.extend([] if reference else found)
             pairs = zip(found, reference, strict=True)
-            loss, grads = (((x - y).norm() / y.norm()).item() for x, y in pairs)
-            if not (loss <= LOSS_LIMIT and grads <= GRADIENT_LIMIT):
-                raise Wrong(f"WRONG RESULT: loss off by {loss:.2g}, gradients by {grads:.2g}")
-            measured[attend] = {"gradient_error": float(f"{grads:.2g}")}
-            return trainee.captured()
+            of_loss, error = (((x - y).norm() / y.norm()).item() for x, y in pairs)
+            if not (of_loss <= LOSS_LIMIT and error <= GRADIENT_LIMIT):
+                raise Wrong(f"WRONG RESULT: loss off by {of_loss:.2g}, gradients by {error:.2g}")
+            measured[attend] = {"gradient_error": float(f"{error:.2g}")}
+            return captured(step) if cuda else step
 
-    more = [CUEQUIVARIANCE] if name == "pairformer" else []
-    calls, reasons = prepared({x: partial(prepare, x) for x in (SDPA, OURS, *more)})
+    names = (SDPA, OURS, CUEQUIVARIANCE) if name == "pairformer" else (SDPA, OURS)
+    calls, reasons = prepared({x: partial(prepare, x) for x in names})
     times = Timer(device).timed(calls, 0, rounds)
-    others = [times[x]["ms"] for x in (SDPA, CUEQUIVARIANCE) if x in times]
-    ratio = {"ratio": round(min(others) / times[OURS]["ms"], 4)} if others and OURS in times else {}
-    return {"providers": reasons | {x: times[x] | measured[x] for x in times}} | ratio
+    result: Json = {"providers": reasons | {x: times[x] | measured[x] for x in times}}
+    if SDPA in times and OURS in times:
+        fastest = min(x["ms"] for other, x in times.items() if other != OURS)
+        result["ratio"] = round(fastest / times[OURS]["ms"], 4)
+    return result
 
 
 def main() -> int:

@@ -6,7 +6,7 @@ The module's name differs from the function's, so that `flash_ext.flex_attention
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, overload
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
@@ -28,6 +28,24 @@ def _mask_of(block_mask: Any) -> Mask:
     return _masks[block_mask]
 
 
+@overload
+def flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Tensor] | None = None,
+    block_mask: Any = None, scale: float | None = None, enable_gqa: bool = False,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...  # fmt: skip
+@overload
+def flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Tensor] | None = None,
+    block_mask: Any = None, scale: float | None = None, enable_gqa: bool = False, *,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Tensor] | None = None,
+    block_mask: Any = None, scale: float | None = None, enable_gqa: bool = False,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def flex_attention(
     query: Tensor,
     key: Tensor,

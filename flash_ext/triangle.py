@@ -7,7 +7,7 @@ function.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -96,6 +96,23 @@ def _visible(k: Tensor, mask: Tensor | None, kv_lengths: Tensor | None, dims: in
     return None if found is None else found | ~found.any(-1, keepdim=True)
 
 
+@overload
+def triangle_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None = None,
+    scale: float | None = None, return_aux: Literal[False] = False, *,
+    kv_lengths: Tensor | None = None,
+) -> Tensor: ...  # fmt: skip
+@overload
+def triangle_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None = None,
+    scale: float | None = None, *, return_aux: Literal[True],
+    kv_lengths: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+@overload
+def triangle_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None = None,
+    scale: float | None = None, return_aux: bool = False, *, kv_lengths: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
 def triangle_attention(
     q: Tensor,
     k: Tensor,

@@ -110,6 +110,25 @@ def test_masks_and_serving_are_compared_the_right_way_up(tmp_path: Path) -> None
     assert mixed == f"| {longer} | pages of 16 | 100.0 | 10.00 | 1.25 | – | 2.00 |"
 
 
+def test_peers_of_shapes_and_whole_models(tmp_path: Path) -> None:
+    """The fastest peer of each direction, and of both the fastest one that has both."""
+    for way, x in (("forward", 1.0), ("backward", 2.0)):
+        shape = {"table": "softcap", "direction": way, "batch": 2, "seqlen": 64, "heads": 4}
+        ms = {"plain": x, "fa3": 2 * x, "flash_attn_4": 3 * x}
+        ms |= {"flash_attn_3": 1.5} if way == "forward" else {}
+        results.append(tmp_path / "options.jsonl", [
+            row("results", ms, shape | {"kv_heads": 2, "d": 64, "causal": True, "dtype": "bf16"})
+        ])  # fmt: skip
+    cells = results.load("options", tmp_path)
+    found = subjects.shaped_table(cells, ("flash_attn_3", "flash_attn_4")).splitlines()[-1]
+    forward, backward = "1,000 | 2,000 | – | 1,500", "2,000 | 4,000 | – | 6,000"
+    assert found == f"| 2 x 64, 4/2 heads of 64 | {forward} | {backward} | 1.50 |"
+    line = row("providers", {"sdpa": 3.0, "flash_ext": 2.0}, {"model": "m"})
+    line["result"]["ratio"] = 1.5
+    results.append(tmp_path / "models.jsonl", [line])
+    assert list(subjects.models_section(tmp_path))[1].endswith("| m | 3.00 | 2.00 | 1.50 |")
+
+
 def test_front_page_has_the_numbers_of_these_kernels(
     copied: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,8 +4,11 @@ from torch import Tensor
 from typing_extensions import assert_type
 
 import flash_ext
-from flash_ext import fp8
+from flash_ext import Mask, fp8
+from flash_ext.flash_attn import flash_attn_func
 from flash_ext.integrations import distributed as cp
+from flash_ext.integrations import sdpa
+from flash_ext.integrations import transformers as fa_ext
 
 
 def calls(x: Tensor, cu_seqlens: Tensor, flag: bool) -> None:
@@ -44,3 +47,28 @@ def calls(x: Tensor, cu_seqlens: Tensor, flag: bool) -> None:
     assert_type(cp.attention(x, x, x, method="ring", return_lse=flag), Tensor | both)
     cp.attention(x, x, x, methd="ring")  # type: ignore[call-overload]
     assert_type(flash_ext.explain(x, x, x, causal=True), flash_ext.Explanation)
+
+
+def masks(x: Tensor, cu_seqlens: Tensor, flag: bool) -> None:
+    """Masks, triangle attention, and the drop-in names, as a model has them."""
+    both = tuple[Tensor, Tensor]
+    documents = Mask.documents(cu_seqlens=cu_seqlens, seqlen=8, causal=True)
+    assert_type(documents & Mask.sinks(2, window=(4, 0), seqlen_q=8) | ~Mask.dense(x > 0), Mask)
+    assert_type(Mask.prefix(2, seqlen_q=8, seqlen_k=8).to("cuda").density(), Tensor)
+    assert_type(flash_ext.attention(x, x, x, mask=documents), Tensor)
+    assert_type(flash_ext.attention_with_cache(x, x, x, return_lse=True), both)
+    flex = flash_ext.flex_attention
+    assert_type(flex(x, x, x, block_mask=documents, enable_gqa=True).sum(), Tensor)
+    assert_type(flex(x, x, x, return_lse=True), both)
+    assert_type(flex(x, x, x, return_lse=flag), Tensor | both)
+    three = tuple[Tensor, Tensor, Tensor]
+    triangle = flash_ext.triangle_attention
+    assert_type(triangle(x, x, x, x, mask=x, scale=0.5).sum(), Tensor)
+    assert_type(triangle(x, x, x, x, return_aux=True, kv_lengths=x), three)
+    assert_type(triangle(x, x, x, x, return_aux=flag), Tensor | three)
+    triangle(x, x, x)  # type: ignore[call-overload]
+    Mask.dense([True])  # type: ignore[arg-type]
+    flash_attn_func(x, x, x, causal=True)[0].sum()
+    fa_ext.register()
+    with sdpa.activated():
+        assert_type(sdpa.activate(), None)

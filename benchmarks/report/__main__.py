@@ -30,7 +30,7 @@ APPENDIX: dict[str, tuple[tuple[str, ...], tuple[Callable[[Path], Iterator[str]]
     "Speed": (("speed_forward", "speed_backward"), (speed.speed_section,)),
     "FP8": ((), (speed.fp8_speed_section, subjects.fp8_errors_section)),
     "Memory": ((), (subjects.memory_section,)),
-    "Training": ((), (subjects.training_section,)),
+    "Training": ((), (subjects.training_section, subjects.models_section)),
     "What options cost": ((), (subjects.options_section,)),
     "Masks": ((), (subjects.masks_section,)),
     "Serving": ((), (subjects.serving_section,)),

@@ -111,6 +111,23 @@ def training_section(folder: Path) -> Iterator[str]:
         yield pivot(["size", "attention"], entries())
 
 
+def models_section(folder: Path) -> Iterator[str]:
+    """A line for each of models.py's models: a step's time, and the fastest other's over ours."""
+    rows = load("models", folder)
+
+    def entries() -> Iterator[Entry]:
+        for row in rows:
+            for name, r in row["providers"].items():
+                if "ms" in r:
+                    yield (row["model"],), f"{LABELS.get(name, name)}, ms", f"{r['ms']:.2f}"
+            if "ratio" in row:
+                yield (row["model"],), "over flash_ext", f"{row['ratio']:.2f}"
+
+    if rows:
+        yield f"Whole models, a step in a CUDA graph: {provenance(rows, 'models')}."
+        yield pivot(["model"], entries())
+
+
 # ------------------------------------------------------------------------------------- options
 def options_section(folder: Path) -> Iterator[str]:
     """What options and mixed lengths cost, and gradients that repeat bit by bit."""
