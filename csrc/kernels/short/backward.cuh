@@ -132,7 +132,8 @@ struct ShortBackward : ShortTile<Element, kHeadDim, kOptions, ShortBackwardParam
             float lse = of_rows[i].lse_log2;
             const bool large = is_large_lse(lse);
             if (__any_sync(0xffffffff, large)) [[unlikely]] {
-                const float reference = large ? finite_max(s.row_max(m, i)) : 0.f;
+                const float max = finite_max(s.row_max(m, i));
+                const float reference = large ? max : 0.f;
                 float sum = 0.f;
                 s.map_row(m, i, [&](float x) {
                     sum += ptx::ex2((x - reference) * scale);
