@@ -56,8 +56,8 @@ FLASH_DEVICE void store_dbias(const ShortBackwardParams& params, int64_t index, 
 }
 
 template <class Element, int kHeadDim, OptionSet kOptions>
-struct ShortBackward : ShortTile<Element, kHeadDim, kOptions, ShortBackwardParams> {
-    using Base = ShortTile<Element, kHeadDim, kOptions, ShortBackwardParams>;
+struct ShortBackward : ShortTile<Element, kHeadDim, kOptions, ShortBackwardParams, false> {
+    using Base = ShortTile<Element, kHeadDim, kOptions, ShortBackwardParams, false>;
     using Base::kBlock, Base::kHasBias, Base::kRows, Base::kThreads, Base::params, Base::warp_row;
     using typename Base::Head, typename Base::Output, typename Base::Scores, typename Base::Tile;
 
@@ -150,7 +150,7 @@ struct ShortBackward : ShortTile<Element, kHeadDim, kOptions, ShortBackwardParam
         RowStatistics of_rows[2];
         load_statistics(of_rows, x, stage);
         Scores rP, rdS;
-        Base::score(rP, sQ(stage), sK(stage), x, storage().bias);
+        Base::score(rP, sQ(stage), sK(stage), storage().bias);
         exponentiate(rP, of_rows);
         rdS.clear();  // dP first
         gemm<Element, kHeadDim>(rdS, AFromRows<Tile>(sDO(stage), warp_row()),
@@ -198,11 +198,12 @@ struct ShortBackward : ShortTile<Element, kHeadDim, kOptions, ShortBackwardParam
         if constexpr (kHasBias) {
             if (params.dbias == nullptr) return;
             const bool alone = params.ctas_per_bias == 1;
-            const int bias = static_cast<int>(blockIdx.x) % Base::biases();
+            const int bias = Base::bias();
             float* const sums =
-                alone ? reinterpret_cast<float*>(storage().bias)
-                      : params.dbias_sums + (int64_t{bias} * params.ctas_per_bias + Base::first()) *
-                                                (kBlock * kBlock);
+                alone
+                    ? reinterpret_cast<float*>(storage().bias)
+                    : params.dbias_sums + (int64_t{bias} * params.ctas_per_bias + Base::number()) *
+                                              (kBlock * kBlock);
             __syncthreads();  // all warps have read the bias
             store_rows(GlobalTile<float>{sums + warp_row() * kBlock, kBlock, kRows, kBlock}, dbias);
             if (!alone) return;
