@@ -24,7 +24,7 @@ struct ShortParams : Params {
     int ctas_per_bias;  // that share the heads of one tile of the bias
 };
 
-template <class Element_, int kHeadDim_, OptionSet kOptions_, class Params_, bool kHoisted>
+template <class Element_, int kHeadDim_, OptionSet kOptions_, class Params_, bool kIsForward>
 struct ShortTile {
     using Element = Element_;
     using Params = Params_;
@@ -46,6 +46,7 @@ struct ShortTile {
     struct Head {
         Sequence sequence;
         int head;
+        int head_k;
     };
 
     // The heads that share the CTA's tile of the bias, from one on each params.ctas_per_bias-th. A
@@ -91,7 +92,9 @@ struct ShortTile {
     FLASH_DEVICE int number() const { return static_cast<int>(blockIdx.x) / biases(); }
     FLASH_DEVICE Walk walk() const { return Walk(params, bias(), number()); }
     FLASH_DEVICE Head head_of(const Walk& walk) const {
-        return {sequence_of<false>(params, walk.batch), walk.head};
+        const bool grouped = kIsForward && params.heads_q != params.heads_k;
+        return {sequence_of<false>(params, walk.batch), walk.head,
+                grouped ? key_head(params, walk.head) : walk.head};
     }
 
     // --- Loads ---
@@ -102,13 +105,12 @@ struct ShortTile {
     }
     FLASH_DEVICE void load_keys(uint32_t shared, const TensorView& view, const Head& x,
                                 int cols) const {
-        const int head = params.heads_q == params.heads_k ? x.head : key_head(params, x.head);
-        load(shared, key_rows(params, x.sequence).template tile<Element>(view, head, 0, cols));
+        load(shared, key_rows(params, x.sequence).template tile<Element>(view, x.head_k, 0, cols));
     }
-    // As load_tile(). Without kHoisted positions in the tile take no registers over the walk.
+    // As load_tile(). In the backward positions in the tile take no registers over the walk.
     FLASH_DEVICE void load(uint32_t shared, const GlobalTile<const Element>& tile) const {
-        const ChunkWalk<Tile, kThreads> walk(kHoisted ? threadIdx.x
-                                                      : ptx::not_hoisted(threadIdx.x));
+        const ChunkWalk<Tile, kThreads> walk(kIsForward ? threadIdx.x
+                                                        : ptx::not_hoisted(threadIdx.x));
         const Element* const first = tile.data + walk.row * tile.row_stride;
         walk.for_each([&](int row, int col, int offset) {
             ptx::cp_async_16(shared + offset, first + (row - walk.row) * tile.row_stride + col,
