@@ -147,7 +147,7 @@ struct ShortTile {
                 x[i] = 0.f;  // the mask hides what is past the sequence
                 if (query >= params.seqlen_q || key >= params.seqlen_k) continue;
                 const BiasElement b = data[query * bias.strides[2] + key * key_stride];
-                // Towards zero: the most negative number stays finite.
+                // Towards zero: the most negative number stays finite, and absorbs any score.
                 if constexpr (std::is_same_v<BiasElement, bool>) {
                     x[i] = b ? 0.f : -INFINITY;
                 } else {
@@ -173,7 +173,7 @@ struct ShortTile {
                 const float of_bias[4] = {bias.x, bias.y, bias.z, bias.w};
 #pragma unroll
                 for (int i = 0; i < 4; ++i)
-                    rS.v[0][n][i] = __fmaf_rz(rS.v[0][n][i], scale, of_bias[i]);
+                    rS.v[0][n][i] = __fmaf_rn(rS.v[0][n][i], scale, of_bias[i]);
             }
         }
         if (visible == ~0u) return;
