@@ -20,7 +20,7 @@ struct ShortForward : ShortTile<Element, kHeadDim, kOptions, ShortParams<Forward
     using typename Base::Head, typename Base::Output, typename Base::Scores, typename Base::Tile;
 
     static constexpr tuning::ShortShape kTuning =
-        row_of(tuning::kShort, {kHeadDim, kHeadDim}).forward;
+        tuning::short_forward_shape({kHeadDim, kHeadDim}, kOptions);
     static constexpr int kStages = kTuning.stages;
     static constexpr int kCtasPerSm = kTuning.ctas_per_sm;
 

@@ -136,7 +136,7 @@ struct ShortTile {
         const auto* data = static_cast<const BiasElement*>(bias.data) +
                            this->bias() / bias.sizes[1] * bias.strides[0] +
                            this->bias() % bias.sizes[1] * bias.strides[1];
-        const int64_t key_stride = bias.sizes[3] == 1 ? 0 : 1;
+        const int key_mask = bias.sizes[3] == 1 ? 0 : -1;
 #pragma unroll 2
         for (int n = 0; n < Scores::kN; ++n) {
             float x[4];
@@ -146,7 +146,7 @@ struct ShortTile {
                 const int key = 8 * n + lane_col() + i % 2;
                 x[i] = 0.f;  // the mask hides what is past the sequence
                 if (query >= params.seqlen_q || key >= params.seqlen_k) continue;
-                const BiasElement b = data[query * bias.strides[2] + key * key_stride];
+                const BiasElement b = data[query * bias.strides[2] + (key & key_mask)];
                 // Towards zero: the most negative number stays finite, and absorbs any score.
                 if constexpr (std::is_same_v<BiasElement, bool>) {
                     x[i] = b ? 0.f : -INFINITY;
