@@ -979,7 +979,7 @@ def test_short_sequences_have_kernels_of_their_own(variant: str, native: ModuleT
     several CTAs are added by another kernel, in their order."""
     p = problem(native, **SWIN)
     heads = 1024 * 12
-    for plan, at_once in ((p.forward(variant), 5 * 132), (p.backward(variant), 3 * 132)):
+    for plan, at_once in ((p.forward(variant), 5 * 132), (p.backward(variant), 4 * 132)):
         each = -(-heads // at_once)
         assert plan.launches[0].split(", ", 1)[1] == f"{-(-heads // each)}<32, 32>"
         assert plan.bytes == 0
@@ -1018,11 +1018,15 @@ def test_what_short_sequences_lack(fields: dict, native: ModuleType) -> None:
 
 
 def test_grouped_heads_of_short_sequences(native: ModuleType) -> None:
-    p = problem(native, **SWIN | {"heads_k": 4})
+    p = problem(native, **SWIN | {"heads_k": 3})
     for variant in ("fa2", "fa3"):
         assert p.forward(variant).launches[0].startswith("short_forward")
         assert p.backward(variant).launches[0].startswith(f"{variant}_backward")
     p.seqlen_q = 2
+    assert p.forward("fa3").launches[0].startswith("fa3_decode")
+    p.heads_k = 12
+    assert p.forward("fa3").launches[0].startswith("short_forward")
+    p.batch = 3  # few heads
     assert p.forward("fa3").launches[0].startswith("fa3_decode")
 
 

@@ -347,6 +347,10 @@ void plan_fa3_forward(ForwardPlan& plan) {
     ForwardKernel& kernel = plan.kernel;
     const GpuModel& gpu = kernel.gpu;
     const bool may_pack_gqa = may_pack_gqa_of(params);
+    // Few queries of many heads are short sequences, too, unless those of a group share their keys.
+    const bool many_heads = int64_t{params.batch} * params.heads_q > gpu.sms &&
+                            (!may_pack_gqa || group_or_one(params) < 4);
+    if (many_heads && plan_short_forward(plan)) return;
     if (plan_fa3_decode(plan.workspace, params, kernel, plan.mask, may_pack_gqa)) return;
     if (plan_short_forward(plan)) return;
     plan_few_queries(plan, may_pack_gqa);

@@ -20,28 +20,27 @@ bool is_short(const AttentionParams& params) {
 }
 
 // The kernel, and its CTAs: as many as run at a time, if heads that share a bias are as many.
-template <class Plan>
-bool plan_short(Plan& plan, tuning::ShortShape tuning::ShortRow::* pass) {
+template <auto kShapeOf, class Plan>
+bool plan_short(Plan& plan) {
     const AttentionParams& params = plan.params;
-    const auto* row = tuning::find_row(tuning::kShort, head_dims(params), options_of(params));
-    if (!is_short(params) || row == nullptr) return false;
-    choose_kernel(plan, tuning::kShort, options_of(params));
+    if (!is_short(params) || !choose_kernel(plan, tuning::kShort, options_of(params))) return false;
     const int64_t biases = int64_t{params.bias.sizes[0]} * params.bias.sizes[1];
     const int64_t heads = int64_t{params.batch} * params.heads_q / biases;
-    const int64_t at_once = plan.kernel.gpu.sms * (row->*pass).ctas_per_sm;
-    const int64_t per_cta = ceil_div(heads, std::clamp<int64_t>(at_once / biases, 1, heads));
+    const tuning::ShortShape shape = kShapeOf(plan.kernel.head_dims, plan.kernel.options);
+    const int64_t at_once = plan.kernel.gpu.sms * shape.ctas_per_sm / biases;
+    const int64_t per_cta = ceil_div(heads, std::clamp<int64_t>(at_once, 1, heads));
     plan.kernel.ctas_per_bias = static_cast<int>(ceil_div(heads, per_cta));
     return true;
 }
 
 }  // namespace
 
-bool plan_short_forward(ForwardPlan& plan) { return plan_short(plan, &tuning::ShortRow::forward); }
+bool plan_short_forward(ForwardPlan& plan) { return plan_short<tuning::short_forward_shape>(plan); }
 
 bool plan_short_backward(BackwardPlan& plan) {
     const BackwardParams& params = plan.params;
     BackwardKernel& kernel = plan.kernel;
-    if (params.heads_q != params.heads_k || !plan_short(plan, &tuning::ShortRow::backward))
+    if (params.heads_q != params.heads_k || !plan_short<tuning::short_backward_shape>(plan))
         return false;
     if (params.dbias == nullptr) return true;
     kernel.stored_dbias = StoredDBias::kStored;

@@ -129,17 +129,28 @@ struct ShortRow {
     HeadDims head_dims;
     ShortShape forward;
     ShortShape backward;
+    ShortShape backward_with_bias;  // whose gradient takes registers
     OptionSets options{2, {kDense, OptionSet::kBias}};
 };
 
 inline constexpr ShortRow kShort[] = {
     {.head_dims = {32, 32},
      .forward = {.stages = 2, .ctas_per_sm = 5},
-     .backward = {.stages = 2, .ctas_per_sm = 3}},
+     .backward = {.stages = 2, .ctas_per_sm = 4},
+     .backward_with_bias = {.stages = 2, .ctas_per_sm = 3}},
     {.head_dims = {64, 64},
      .forward = {.stages = 2, .ctas_per_sm = 3},
-     .backward = {.stages = 1, .ctas_per_sm = 3}},
+     .backward = {.stages = 1, .ctas_per_sm = 4},
+     .backward_with_bias = {.stages = 1, .ctas_per_sm = 3}},
 };
+
+constexpr ShortShape short_forward_shape(HeadDims dims, OptionSet) {
+    return row_of(kShort, dims).forward;
+}
+constexpr ShortShape short_backward_shape(HeadDims dims, OptionSet options) {
+    const ShortRow row = row_of(kShort, dims);
+    return contains(options, OptionSet::kBias) ? row.backward_with_bias : row.backward;
+}
 
 // --- FA3, forward ---
 

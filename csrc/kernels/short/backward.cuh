@@ -32,32 +32,32 @@ struct ShortBackwardParams : ShortParams<BackwardParams> {
     float* dbias_sums;  // (biases, ctas_per_bias, 64, 64), if ctas_per_bias > 1
 };
 
-// The element `index` of dbias, one after another in memory, from these sums of its tile.
+// Element `index` of tile `bias` of dbias, from the sums of its scores.
 template <class Element>
-FLASH_DEVICE void store_dbias(const ShortBackwardParams& params, int64_t index, const float* sums) {
+FLASH_DEVICE void store_dbias(const ShortBackwardParams& params, int bias, uint32_t index,
+                              const float* sums) {
     constexpr int kBlock = tuning::kShortBlock;
-    const int (&sizes)[4] = params.bias.sizes;
-    const int own_col = static_cast<int>(index % sizes[3]);
-    const int own_row = static_cast<int>(index / sizes[3] % sizes[2]);
-    const Interval rows = contributing(sizes[2], own_row, params.seqlen_q);
-    const Interval cols = contributing(sizes[3], own_col, params.seqlen_k);
+    const uint32_t queries = params.bias.sizes[2], keys = params.bias.sizes[3];
+    const Interval rows = contributing(queries, static_cast<int>(index / keys), params.seqlen_q);
+    const Interval cols = contributing(keys, static_cast<int>(index % keys), params.seqlen_k);
     float total = 0.f;
     for (int row = rows.begin; row < rows.end; ++row)
         for (int col = cols.begin; col < cols.end; ++col)
 #pragma unroll 8
             for (int cta = 0; cta < params.ctas_per_bias; ++cta)
                 total += sums[(cta * kBlock + row) * kBlock + col];
-    store_dbias<Element>(params, index, total * params.dbias_factor);
+    store_dbias<Element>(params, int64_t{bias} * (queries * keys) + index,
+                         total * params.dbias_factor);
 }
 
 template <class Element, int kHeadDim, OptionSet kOptions>
-struct ShortBackward : ShortTile<Element, kHeadDim, kOptions, ShortBackwardParams> {
-    using Base = ShortTile<Element, kHeadDim, kOptions, ShortBackwardParams>;
+struct ShortBackward : ShortTile<Element, kHeadDim, kOptions, ShortBackwardParams, false> {
+    using Base = ShortTile<Element, kHeadDim, kOptions, ShortBackwardParams, false>;
     using Base::kBlock, Base::kHasBias, Base::kRows, Base::kThreads, Base::params, Base::warp_row;
     using typename Base::Head, typename Base::Output, typename Base::Scores, typename Base::Tile;
 
     static constexpr tuning::ShortShape kTuning =
-        row_of(tuning::kShort, {kHeadDim, kHeadDim}).backward;
+        tuning::short_backward_shape({kHeadDim, kHeadDim}, kOptions);
     static constexpr int kStages = kTuning.stages;
     static constexpr int kCtasPerSm = kTuning.ctas_per_sm;
     static constexpr bool kChangesScores = changes_scores(kOptions);
@@ -88,7 +88,17 @@ struct ShortBackward : ShortTile<Element, kHeadDim, kOptions, ShortBackwardParam
     static FLASH_DEVICE uint32_t sDO(uint32_t stage) { return stage + 3 * Tile::kBytes; }
     static FLASH_DEVICE uint32_t sO(uint32_t stage) { return stage + 4 * Tile::kBytes; }
 
-    FLASH_DEVICE void begin() const { Base::load_bias(storage().bias); }
+    static FLASH_DEVICE uint32_t sP() { return ptx::shared_address(storage().p); }
+    static FLASH_DEVICE uint32_t sDS() { return ptx::shared_address(storage().ds); }
+
+    // P and dS of queries past the sequence stay zero.
+    FLASH_DEVICE void begin() const {
+        Base::load_bias(storage().bias);
+        Scores zeros;
+        zeros.clear();
+        for (const uint32_t shared : {sP(), sDS()})
+            store_to_shared<Element, PTile>(shared, zeros, warp_row());
+    }
 
     FLASH_DEVICE void load(const Head& x, uint32_t stage) const {
         Base::load_queries(sQ(stage), params.q, x, params.head_dim);
@@ -127,7 +137,8 @@ struct ShortBackward : ShortTile<Element, kHeadDim, kOptions, ShortBackwardParam
             float lse = of_rows[i].lse_log2;
             const bool large = is_large_lse(lse);
             if (__any_sync(0xffffffff, large)) [[unlikely]] {
-                const float reference = large ? finite_max(s.row_max(m, i)) : 0.f;
+                const float max = finite_max(s.row_max(m, i));
+                const float reference = large ? max : 0.f;
                 float sum = 0.f;
                 s.map_row(m, i, [&](float x) {
                     sum += ptx::ex2((x - reference) * scale);
@@ -141,10 +152,17 @@ struct ShortBackward : ShortTile<Element, kHeadDim, kOptions, ShortBackwardParam
     }
 
     FLASH_DEVICE void compute(const Head& x, uint32_t stage) {
+        if (warp_row() < params.seqlen_q) compute_queries(x, stage);
+        __syncthreads();  // P and dS are complete; all warps have left K and V
+        if (warp_row() < params.seqlen_k) compute_keys(x, stage);
+    }
+
+    // P and dS of the warp's queries, and dQ.
+    FLASH_DEVICE void compute_queries(const Head& x, uint32_t stage) {
         RowStatistics of_rows[2];
         load_statistics(of_rows, x, stage);
         Scores rP, rdS;
-        Base::score(rP, sQ(stage), sK(stage), x, storage().bias);
+        Base::score(rP, sQ(stage), sK(stage), storage().bias);
         exponentiate(rP, of_rows);
         rdS.clear();  // dP first
         gemm<Element, kHeadDim>(rdS, AFromRows<Tile>(sDO(stage), warp_row()),
@@ -158,25 +176,26 @@ struct ShortBackward : ShortTile<Element, kHeadDim, kOptions, ShortBackwardParam
         });
         if constexpr (kHasBias) dbias.map([](float sum, float ds) { return sum + ds; }, rdS);
 
-        const uint32_t sP = ptx::shared_address(storage().p);
-        const uint32_t sDS = ptx::shared_address(storage().ds);
-        store_to_shared<Element, PTile>(sP, rP, warp_row());
-        store_to_shared<Element, PTile>(sDS, rdS, warp_row());
-        Output rdX;  // dQ, then dV and dK
-        rdX.clear();
-        gemm<Element, kBlock>(rdX, AFromRegisters<Element, Scores>{rdS},
+        store_to_shared<Element, PTile>(sP(), rP, warp_row());
+        store_to_shared<Element, PTile>(sDS(), rdS, warp_row());
+        Output rdQ;
+        rdQ.clear();
+        gemm<Element, kBlock>(rdQ, AFromRegisters<Element, Scores>{rdS},
                               BFromColumns<Tile>(sK(stage)));
-        rdX.scale(params.gradient_scale);
+        rdQ.scale(params.gradient_scale);
         Base::store(query_rows<Element>(params.dq, x.sequence, x.head, warp_row(), params.head_dim),
-                    rdX, sO(stage));
-        __syncthreads();  // P and dS are complete; all warps have left K and V
+                    rdQ, sO(stage));
+    }
 
+    // dV and dK of the warp's keys.
+    FLASH_DEVICE void compute_keys(const Head& x, uint32_t stage) const {
+        Output rdX;
         // A loop, lest both are computed at once, for which there are no registers.
 #pragma unroll 1
         for (int i = 0; i < 2; ++i) {
             const bool is_dv = i == 0;
             rdX.clear();
-            gemm<Element, kBlock>(rdX, AFromColumns<PTile>(is_dv ? sP : sDS, 0, warp_id()),
+            gemm<Element, kBlock>(rdX, AFromColumns<PTile>(is_dv ? sP() : sDS(), 0, warp_id()),
                                   BFromColumns<Tile>(is_dv ? sDO(stage) : sQ(stage)));
             rdX.scale(is_dv ? 1.f : params.gradient_scale);
             const Sequence& s = x.sequence;
@@ -192,18 +211,19 @@ struct ShortBackward : ShortTile<Element, kHeadDim, kOptions, ShortBackwardParam
         if constexpr (kHasBias) {
             if (params.dbias == nullptr) return;
             const bool alone = params.ctas_per_bias == 1;
-            const int bias = static_cast<int>(blockIdx.x) % Base::biases();
+            const int bias = Base::bias();
             float* const sums =
-                alone ? reinterpret_cast<float*>(storage().bias)
-                      : params.dbias_sums + (int64_t{bias} * params.ctas_per_bias + Base::first()) *
-                                                (kBlock * kBlock);
+                alone
+                    ? reinterpret_cast<float*>(storage().bias)
+                    : params.dbias_sums + (int64_t{bias} * params.ctas_per_bias + Base::number()) *
+                                              (kBlock * kBlock);
             __syncthreads();  // all warps have read the bias
             store_rows(GlobalTile<float>{sums + warp_row() * kBlock, kBlock, kRows, kBlock}, dbias);
             if (!alone) return;
             __syncthreads();  // the sums of all warps are there
-            const int elements = params.bias.sizes[2] * params.bias.sizes[3];
-            for (int i = threadIdx.x; i < elements; i += kThreads)
-                store_dbias<Element>(params, int64_t{bias} * elements + i, sums);
+            const uint32_t elements = params.bias.sizes[2] * params.bias.sizes[3];
+            for (uint32_t i = threadIdx.x; i < elements; i += kThreads)
+                store_dbias<Element>(params, bias, i, sums);
         }
     }
 };
@@ -212,11 +232,13 @@ template <class Element>
 __global__ void __launch_bounds__(tuning::kShortThreads)
     short_dbias_kernel(const __grid_constant__ ShortBackwardParams params) {
     constexpr int kSums = tuning::kShortBlock * tuning::kShortBlock;
-    const int64_t index = int64_t{blockIdx.x} * tuning::kShortThreads + threadIdx.x;
-    const Bias& bias = params.bias;
-    const int64_t number = index / (bias.sizes[2] * bias.sizes[3]);
-    if (number >= int64_t{bias.sizes[0]} * bias.sizes[1]) return;
-    store_dbias<Element>(params, index, params.dbias_sums + number * params.ctas_per_bias * kSums);
+    const uint32_t elements = params.bias.sizes[2] * params.bias.sizes[3];
+    const uint32_t blocks = ceil_div<uint32_t>(elements, tuning::kShortThreads);
+    const uint32_t index = blockIdx.x % blocks * tuning::kShortThreads + threadIdx.x;
+    const int bias = static_cast<int>(blockIdx.x / blocks);
+    if (index >= elements) return;
+    store_dbias<Element>(params, bias, index,
+                         params.dbias_sums + int64_t{bias} * params.ctas_per_bias * kSums);
 }
 
 template <int kHeadDim, int kHeadDimV>
@@ -231,8 +253,7 @@ cudaError_t short_backward(const BackwardParams& params, const BackwardKernel& k
         if (status != cudaSuccess || kernel.dbias_sums == nullptr) return status;
         const int (&sizes)[4] = params.bias.sizes;
         return launch_kernel<short_dbias_kernel<Element>>(
-            ceil_div(int64_t{sizes[0]} * sizes[1] * sizes[2] * sizes[3],
-                     int64_t{tuning::kShortThreads}),
+            int64_t{sizes[0]} * sizes[1] * ceil_div(sizes[2] * sizes[3], tuning::kShortThreads),
             tuning::kShortThreads, 0, p, stream);
     });
 }

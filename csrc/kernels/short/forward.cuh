@@ -14,13 +14,13 @@
 namespace flash_ext {
 
 template <class Element, int kHeadDim, OptionSet kOptions>
-struct ShortForward : ShortTile<Element, kHeadDim, kOptions, ShortParams<ForwardParams>> {
-    using Base = ShortTile<Element, kHeadDim, kOptions, ShortParams<ForwardParams>>;
+struct ShortForward : ShortTile<Element, kHeadDim, kOptions, ShortParams<ForwardParams>, true> {
+    using Base = ShortTile<Element, kHeadDim, kOptions, ShortParams<ForwardParams>, true>;
     using Base::kRows, Base::params, Base::warp_row;
     using typename Base::Head, typename Base::Output, typename Base::Scores, typename Base::Tile;
 
     static constexpr tuning::ShortShape kTuning =
-        row_of(tuning::kShort, {kHeadDim, kHeadDim}).forward;
+        tuning::short_forward_shape({kHeadDim, kHeadDim}, kOptions);
     static constexpr int kStages = kTuning.stages;
     static constexpr int kCtasPerSm = kTuning.ctas_per_sm;
 
@@ -49,7 +49,7 @@ struct ShortForward : ShortTile<Element, kHeadDim, kOptions, ShortParams<Forward
     FLASH_DEVICE void compute(const Head& x, uint32_t stage) const {
         if (warp_row() >= x.sequence.seqlen_q) return;
         Scores rS;
-        Base::score(rS, stage, stage + Tile::kBytes, x, storage().bias);
+        Base::score(rS, stage, stage + Tile::kBytes, storage().bias);
         const auto scale = exponent_scale<kOptions>(params);
         OnlineSoftmax<kRows> softmax;
         for_each_row<kRows>([&](int m, int i, int) {

@@ -24,7 +24,7 @@ struct ShortParams : Params {
     int ctas_per_bias;  // that share the heads of one tile of the bias
 };
 
-template <class Element_, int kHeadDim_, OptionSet kOptions_, class Params_>
+template <class Element_, int kHeadDim_, OptionSet kOptions_, class Params_, bool kIsForward>
 struct ShortTile {
     using Element = Element_;
     using Params = Params_;
@@ -39,46 +39,62 @@ struct ShortTile {
     using Tile = SharedTile<Element, kBlock, kHeadDim>;  // of Q, K, V, O and their gradients
     using Scores = RegisterTile<kRows, kBlock>;
     using Output = RegisterTile<kRows, kHeadDim>;
-    // A thread's elements, which no other one reads, as given: so scale S + bias has the same bits
-    // in forward and backward.
+    // A thread's elements, which no other one reads, in base 2.
     using BiasStorage = float4[kHasBias ? Scores::kN : 1][kHasBias ? kThreads : 1];
 
     // A head of the batch.
     struct Head {
         Sequence sequence;
         int head;
+        int head_k;
+    };
+
+    // The heads that share the CTA's tile of the bias, from one on each params.ctas_per_bias-th. A
+    // division for each of them would cost more than its matmuls.
+    struct Walk {
+        int batch, head, left;  // left: heads from this one on
+        int batch_step, head_step;
+
+        FLASH_DEVICE Walk(const Params& params, int bias, int first) {
+            const int (&sizes)[4] = params.bias.sizes;
+            const int heads = sizes[1] == 1 ? params.heads_q : 1;
+            left = (sizes[0] == 1 ? params.batch : 1) * heads - first;
+            batch = (sizes[0] == 1 ? 0 : bias / sizes[1]) + first / heads;
+            head = sizes[1] == 1 ? first % heads : bias % sizes[1];
+            batch_step = params.ctas_per_bias / heads;
+            head_step = params.ctas_per_bias % heads;  // 0 if the head is always the same
+        }
+        FLASH_DEVICE void advance(const Params& params) {
+            left -= params.ctas_per_bias;
+            batch += batch_step;
+            head += head_step;
+            if (head < params.heads_q) return;
+            head -= params.heads_q;
+            ++batch;
+        }
     };
 
     const Params& params;
+    uint32_t visible;
+
     // Computed again in each place: over the walk what follows from it would take registers.
     FLASH_DEVICE int warp_row() const {
         return static_cast<int>(ptx::not_hoisted(threadIdx.x)) / 32 * kRows;
     }
 
-    FLASH_DEVICE explicit ShortTile(const Params& p) : params(p) {}
+    FLASH_DEVICE explicit ShortTile(const Params& p) : params(p), visible(visible_keys()) {}
 
     // --- The walk ---
 
     FLASH_DEVICE int biases() const { return params.bias.sizes[0] * params.bias.sizes[1]; }
-    // Of the tile of the bias that this CTA has.
-    FLASH_DEVICE int bias_batch() const {
-        return static_cast<int>(blockIdx.x) % biases() / params.bias.sizes[1];
-    }
-    FLASH_DEVICE int bias_head() const {
-        return static_cast<int>(blockIdx.x) % params.bias.sizes[1];
-    }
-    // Its heads: first(), first() + params.ctas_per_bias and so on, below count().
-    FLASH_DEVICE int first() const { return static_cast<int>(blockIdx.x) / biases(); }
-    FLASH_DEVICE int heads_of_bias() const {
-        return params.bias.sizes[1] == 1 ? params.heads_q : 1;
-    }
-    FLASH_DEVICE int count() const {
-        return (params.bias.sizes[0] == 1 ? params.batch : 1) * heads_of_bias();
-    }
-    FLASH_DEVICE Head head_at(int i) const {
-        const int heads = heads_of_bias();
-        const int batch = params.bias.sizes[0] == 1 ? i / heads : bias_batch();
-        return {sequence_of<false>(params, batch), heads == 1 ? bias_head() : i % heads};
+    // The CTA's tile of the bias, and its number among those that share this.
+    FLASH_DEVICE int bias() const { return static_cast<int>(blockIdx.x) % biases(); }
+    FLASH_DEVICE int number() const { return static_cast<int>(blockIdx.x) / biases(); }
+    FLASH_DEVICE Walk walk() const { return Walk(params, bias(), number()); }
+    FLASH_DEVICE Head head_of(const Walk& walk) const {
+        const bool grouped = kIsForward && params.heads_q != params.heads_k;
+        return {sequence_of<false>(params, walk.batch), walk.head,
+                grouped ? key_head(params, walk.head) : walk.head};
     }
 
     // --- Loads ---
@@ -89,12 +105,12 @@ struct ShortTile {
     }
     FLASH_DEVICE void load_keys(uint32_t shared, const TensorView& view, const Head& x,
                                 int cols) const {
-        const int head = key_head(params, x.head);
-        load(shared, key_rows(params, x.sequence).template tile<Element>(view, head, 0, cols));
+        load(shared, key_rows(params, x.sequence).template tile<Element>(view, x.head_k, 0, cols));
     }
-    // As load_tile(), but over the walk positions in the tile take no registers.
+    // As load_tile(). In the backward positions in the tile take no registers over the walk.
     FLASH_DEVICE void load(uint32_t shared, const GlobalTile<const Element>& tile) const {
-        const ChunkWalk<Tile, kThreads> walk(ptx::not_hoisted(threadIdx.x));
+        const ChunkWalk<Tile, kThreads> walk(kIsForward ? threadIdx.x
+                                                        : ptx::not_hoisted(threadIdx.x));
         const Element* const first = tile.data + walk.row * tile.row_stride;
         walk.for_each([&](int row, int col, int offset) {
             ptx::cp_async_16(shared + offset, first + (row - walk.row) * tile.row_stride + col,
@@ -118,8 +134,9 @@ struct ShortTile {
     FLASH_DEVICE void load_bias_of(BiasStorage& storage) const {
         const Bias& bias = params.bias;
         const auto* data = static_cast<const BiasElement*>(bias.data) +
-                           bias_batch() * bias.strides[0] + bias_head() * bias.strides[1];
-        const int64_t key_stride = bias.sizes[3] == 1 ? 0 : 1;
+                           this->bias() / bias.sizes[1] * bias.strides[0] +
+                           this->bias() % bias.sizes[1] * bias.strides[1];
+        const int key_mask = bias.sizes[3] == 1 ? 0 : -1;
 #pragma unroll 2
         for (int n = 0; n < Scores::kN; ++n) {
             float x[4];
@@ -129,11 +146,12 @@ struct ShortTile {
                 const int key = 8 * n + lane_col() + i % 2;
                 x[i] = 0.f;  // the mask hides what is past the sequence
                 if (query >= params.seqlen_q || key >= params.seqlen_k) continue;
-                const BiasElement b = data[query * bias.strides[2] + key * key_stride];
+                const BiasElement b = data[query * bias.strides[2] + (key & key_mask)];
+                // Towards zero: the most negative number stays finite, and absorbs any score.
                 if constexpr (std::is_same_v<BiasElement, bool>) {
                     x[i] = b ? 0.f : -INFINITY;
                 } else {
-                    x[i] = ptx::to_float(b);
+                    x[i] = __fmul_rz(ptx::to_float(b), kLog2e);
                 }
             }
             storage[n][threadIdx.x] = {x[0], x[1], x[2], x[3]};
@@ -143,7 +161,7 @@ struct ShortTile {
     // --- Scores ---
 
     // S = Q K^T of the warp's rows, with bias, masked.
-    FLASH_DEVICE void score(Scores& rS, uint32_t sQ, uint32_t sK, const Head& x,
+    FLASH_DEVICE void score(Scores& rS, uint32_t sQ, uint32_t sK,
                             const BiasStorage& storage) const {
         rS.clear();
         gemm<Element, kHeadDim>(rS, AFromRows<Tile>(sQ, warp_row()), BFromRows<Tile>(sK));
@@ -153,15 +171,32 @@ struct ShortTile {
             for (int n = 0; n < Scores::kN; ++n) {
                 const float4 bias = storage[n][threadIdx.x];
                 const float of_bias[4] = {bias.x, bias.y, bias.z, bias.w};
-                // Rounded as in ScoreFunction.
 #pragma unroll
                 for (int i = 0; i < 4; ++i)
-                    rS.v[0][n][i] = __fmaf_rz(kLog2e, of_bias[i], rS.v[0][n][i] * scale);
+                    rS.v[0][n][i] = __fmaf_rn(rS.v[0][n][i], scale, of_bias[i]);
             }
         }
-        const BandMask mask = mask_of(params, x.sequence);
-        if (!mask.is_full({0, kBlock}, {0, kBlock}))
-            mask_scores(rS, 0, [&](int row) { return mask.key_range(warp_row() + row); });
+        if (visible == ~0u) return;
+#pragma unroll
+        for (int n = 0; n < Scores::kN; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                if (!(visible >> bit_of(n, i) & 1)) rS.v[0][n][i] = -INFINITY;
+    }
+
+    // Which keys the lane's rows see, the same for all heads: a bit for each of its elements.
+    static FLASH_DEVICE constexpr int bit_of(int n, int i) { return i / 2 * 16 + 2 * n + i % 2; }
+    FLASH_DEVICE uint32_t visible_keys() const {
+        static_assert(2 * Scores::kN == 16);
+        const BandMask mask = mask_of(params, sequence_of<false>(params, 0));
+        uint32_t visible = 0;
+        for_each_row<kRows>([&](int, int i, int row) {
+            const Interval keys = mask.key_range(warp_row() + row);
+            const int from = columns_before(keys.begin - lane_col());
+            const int until = max_of(columns_before(min_of(keys.end, kBlock) - lane_col()), from);
+            visible |= ptx::bit_range(from, until - from) << 16 * i;
+        });
+        return visible;
     }
 
     // The warp's sixteen rows to HBM, through its rows of a tile in shared memory.
@@ -185,17 +220,16 @@ template <class Kernel>
 __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerSm)
     short_kernel(const __grid_constant__ typename Kernel::Params params) {
     Kernel cta(params);
-    const int count = cta.count();
-    int i = cta.first();
     cta.begin();
-    auto head = cta.head_at(i);
+    auto walk = cta.walk();
+    auto head = cta.head_of(walk);
     cta.load(head, cta.stage(0));
     ptx::cp_async_commit();
-    for (int n = 0; i < count; ++n) {
-        i += params.ctas_per_bias;
-        const auto next = cta.head_at(i);
+    for (int n = 0; walk.left > 0; ++n) {
+        walk.advance(params);
+        const auto next = cta.head_of(walk);
         const auto load_next = [&] {
-            if (i < count) cta.load(next, cta.stage(n + 1));
+            if (walk.left > 0) cta.load(next, cta.stage(n + 1));
             ptx::cp_async_commit();
         };
         ptx::cp_async_wait<0>();
