@@ -66,10 +66,11 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         typename Tiles::VPipeline, typename Tiles::VTile, typename Tiles::WorkTileState;
     static constexpr bool kInt8 = std::is_same_v<QKElement, Int8>;
     static constexpr bool kMayTransposeV = kTuning.transposes_v;
-    static constexpr int kProducerRegisters = kMayTransposeV ? 56 : 40;
+    static constexpr int kProducerRegisters = kMayTransposeV ? 56 : kConsumers == 3 ? 32 : 40;
     static constexpr int kConsumerRegisters = Tiles::consumer_registers(kProducerRegisters);
     static constexpr int kTransposingWarps = 2;                // of the first warpgroup
     static constexpr int kPartialCols = kTuning.partial_cols;  // of O that one P V computes
+    static_assert(kHeadDimV % kPartialCols == 0);
 
     using TransposedVTile = SharedTile<Float8, kHeadDimV, kBlockKV>;
     // What TMA loads; it is transposed from here to a stage of VPipeline.

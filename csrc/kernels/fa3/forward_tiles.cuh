@@ -53,8 +53,10 @@ struct Fa3ForwardTiles
         return (at_launch * (kConsumers + 1) - producer_registers) / kConsumers / 8 * 8;
     }
 
-    using QTile = SharedTile<QKElement, kBlockQ, kHeadDim>;
-    using KTile = SharedTile<QKElement, kBlockKV, kHeadDim>;
+    // Rows of 96 bytes would arrive in boxes of 32: zeros fill them up to 128.
+    static constexpr int kQKCols = sizeof(QKElement) == 1 ? ceil_div(kHeadDim, 64) * 64 : kHeadDim;
+    using QTile = SharedTile<QKElement, kBlockQ, kQKCols>;
+    using KTile = SharedTile<QKElement, kBlockKV, kQKCols>;
     using VTile = SharedTile<Element, kBlockKV, kHeadDimV>;
     // matrix_descriptor() and the swizzle need aligned tiles.
     static_assert(QTile::kBytes % 1024 == 0 && KTile::kBytes % 1024 == 0 &&
