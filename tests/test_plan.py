@@ -461,10 +461,10 @@ def test_no_queries_are_planned(group: int, kv_8_bits: bool, native: ModuleType)
     [
         (1024, 1, 4, 4),
         (4096, 1, 8, 8),
-        (16384, 1, 16, 2),  # 128 CTAs: clusters of eight would leave SMs idle, and share others
-        (65536, 1, 16, 2),
-        (65536, 2, 8, 2),
-        (65536, 4, 4, 2),
+        (16384, 1, 8, 8),
+        (65536, 1, 8, 8),
+        (65536, 2, 4, 4),
+        (65536, 4, 2, 2),  # 128 CTAs in clusters of four would leave SMs idle, and share others
         (65536, 8, 2, 2),
         (65536, 16, 1, 1),
     ],
