@@ -310,7 +310,8 @@ struct DecodeSplits {
 // in docs/notes/019-one-sequence.md.
 //
 // With 8 bits a CTA computes twice as many scores from the same bytes, and that counts where an SM
-// has two CTAs and others none. So there are also clusters of two, which all SMs run.
+// has two CTAs and others none. So there are also clusters of two, which all SMs run. Fitted to the
+// table in docs/notes/037-8-bit-decoding.md.
 inline DecodeSplits decode_splits(const AttentionParams& params, const MaskSummary& mask,
                                   int64_t tiles, tuning::Fa3DecodeTile tile, int ctas_per_sm,
                                   const GpuModel& gpu) {
@@ -320,7 +321,7 @@ inline DecodeSplits decode_splits(const AttentionParams& params, const MaskSumma
     const int keys = keys_of_16_bits(params, mask.keys_seen);
     // What 128 keys take in a CTA that nothing but itself limits, and if memory or L2 is the limit.
     const double alone =
-        (tile == tuning::Fa3DecodeTile::kManyRows ? 0.6 : 0.36) * (of_8_bits ? 1.7 : 1.);
+        (tile == tuning::Fa3DecodeTile::kManyRows ? 0.6 : 0.36) * (of_8_bits ? 1.32 : 1.);
     const double of_memory = bytes <= gpu.l2_share ? 0.6 : 0.95;
     const auto time = [&](DecodeSplits x) {
         const int64_t ctas = tiles * x.splits;
@@ -332,7 +333,7 @@ inline DecodeSplits decode_splits(const AttentionParams& params, const MaskSumma
             const double own = alone * (of_8_bits ? ceil_div<int64_t>(of_ctas, sms) : 1);
             return 1.2 + ceil_div(keys, 128 * x.splits) * max_of(own, of_memory * full);
         };
-        const double several = of_8_bits ? 1.9 : 1.7;
+        const double several = of_8_bits ? 2.4 : 1.7;
         const double combination = x.splits == 1 ? 0. : x.splits == x.cluster ? 0.5 : several;
         return static_cast<double>(ctas / at_once) * wave(at_once) + wave(ctas % at_once) +
                combination;

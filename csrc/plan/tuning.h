@@ -354,8 +354,7 @@ inline constexpr int kFewDecodeKeys = 512;
 
 // --- FA3, forward of FP8 ---
 
-// Some pairs are padded further than with 16 bits: at 96 the tiles of 128 are faster, though a
-// quarter of them is zeros (docs/notes/016-fp8.md), and models with 32, or 192 in V as well, hardly
+// Some pairs are padded further than with 16 bits: models with 32, or 192 in V as well, hardly
 // exist.
 struct Fa3ForwardFp8Row {
     HeadDims head_dims;
@@ -377,6 +376,10 @@ inline constexpr Fa3ForwardFp8Row kFa3ForwardFp8[] = {
      .partial_cols = 64,
      .usual = {.consumers = 3, .block_kv = 128, .k_stages = 4, .v_stages = 3, .ping_pong = true},
      .small_q = {.block_kv = 64, .k_stages = 4, .v_stages = 3, .ping_pong = true}},
+    {.head_dims = {96, 96},
+     .partial_cols = 96,
+     .usual = {.consumers = 3, .block_kv = 128, .k_stages = 4, .v_stages = 3, .ping_pong = true},
+     .small_q = {.block_kv = 128, .k_stages = 3, .v_stages = 2, .ping_pong = true}},
     {.head_dims = {128, 128},
      .partial_cols = 128,
      .usual = {.block_kv = 256, .k_stages = 2, .v_stages = 3},

@@ -344,6 +344,7 @@ const std::map<std::string, cudaError_t (*)(const Shape&)> kKernels{
     {"forward_fp8 64, small Q", forward_fp8<64, kSmallQ>},  // transposes V
     {"forward_fp8 64, small Q, V^T", forward_fp8<64, kSmallQ, true>},
     {"forward_fp8 64", forward_fp8<64>},
+    {"forward_fp8 96", forward_fp8<96>},
     {"forward_fp8 128", forward_fp8<128>},
     {"forward_fp8 256", forward_fp8<256>},
     {"backward 64", backward<64>},    // dK takes dS from shared memory

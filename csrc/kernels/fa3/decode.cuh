@@ -279,21 +279,22 @@ struct Fa3Decode {
         __syncthreads();  // all of Q has landed
         const Blocks computation(ptx::shared_address(storage.q));
         const Factors& factors = storage.factors;
+        [[maybe_unused]] const auto of_keys = factors.of_keys;
         const Interval full =
             VisibleTiles::full_for(mask, {first_query, first_query + queries()}, kKeys);
 
         for (int stage = 0; block < blocks.end; block += kWarps) {
             typename Blocks::Scores rS;
             rS.clear();
-            const auto load_k_factor = [&] { return factors.of_block(blocks.tile(block) * kKeys); };
+            const int first_key = blocks.tile(block) * kKeys;
             float k_factor = 1.f;
-            if constexpr (kSpare) k_factor = load_k_factor();
+            if constexpr (kSpare) k_factor = of_keys.of_key(first_key);
             ptx::cp_async_wait<kPending>();
             __syncwarp();  // the loads of all lanes have landed
             computation.multiply_k(rS, ptx::shared_address(stages[stage].k));
             __syncwarp();  // all lanes have read K
             loads.next_k(stages[stage].k);
-            if constexpr (!kSpare) k_factor = load_k_factor();
+            if constexpr (!kSpare) k_factor = factors.of_block(first_key);
             factors.template apply<typename Blocks::Softmax>(rS, k_factor);
             finish_scores<Blocks>(rS, blocks, block, full);
             softmax.update(rS, rO, params.exponent_scale);

@@ -34,19 +34,22 @@ struct ByteCursor {
     static_assert(Tile::kRows % Walk::kRowsPerPass == 0);
 
     const Byte* source;
-    uint32_t offset;  // of the lane's first chunk in a tile
+    uint32_t offset;  // of the lane's first chunk in a tile, and its row and column there
+    int row, col;
 
     FLASH_DEVICE void start(const KeyRows& keys, const TensorView& view, int head, int first_key) {
         const Walk walk(lane_id());
         source = keys.tile<Byte>(view, head, first_key, 0).data + walk.row * view.row_stride +
                  walk.chunk * Tile::kChunk;
-        offset = Tile::offset(walk.row, walk.chunk);
+        // Not computed again.
+        offset = ptx::not_hoisted(Tile::offset(walk.row, walk.chunk));
+        row = ptx::not_hoisted(walk.row);
+        col = ptx::not_hoisted(walk.chunk * Tile::kChunk);
     }
     template <bool kAllRows>
     FLASH_DEVICE void load(uint32_t shared, const KeyRows& keys, const TensorView& view,
                            int /*head*/, int cols, bool /*aligned*/, int key, int next_key) {
-        const Walk walk(lane_id());
-        const Byte* row = source;
+        const Byte* from = source;
 #pragma unroll
         for (int pass = 0; pass < Walk::kPasses; ++pass) {
             const int first = pass * Walk::kRowsPerPass;
@@ -54,10 +57,10 @@ struct ByteCursor {
                 ((shared + offset) ^ Tile::swizzle(first) * 16) + first * Tile::kPitch;
 #pragma unroll
             for (int atom = 0; atom < Tile::kAtoms; ++atom)
-                ptx::cp_async_16(target + atom * Tile::kAtomBytes, row + atom * Tile::kAtomCols,
-                                 (kAllRows || walk.row < keys.rows - key - first) &&
-                                     atom * Tile::kAtomCols + walk.chunk * Tile::kChunk < cols);
-            row += Walk::kRowsPerPass * view.row_stride;
+                ptx::cp_async_16(target + atom * Tile::kAtomBytes, from + atom * Tile::kAtomCols,
+                                 (kAllRows || row < keys.rows - key - first) &&
+                                     atom * Tile::kAtomCols + col < cols);
+            from += Walk::kRowsPerPass * view.row_stride;
         }
         source += (next_key - key) * view.row_stride;
     }
@@ -79,13 +82,21 @@ struct BlockLoads {
     FLASH_DEVICE int first_key() const { return blocks.tile(i) * Tile::kRows; }
 
     FLASH_DEVICE void start() { cursor.start(keys, view, head, first_key()); }
+    FLASH_DEVICE void load(uint32_t stage, int key) {
+        const auto rows = [&](auto all) {
+            cursor.template load<all>(stage, keys, view, head, cols, true, key, first_key());
+        };
+        if (kSpareRegisters && key + Tile::kRows <= keys.rows) {
+            rows(std::true_type{});
+        } else {
+            rows(std::false_type{});
+        }
+    }
     FLASH_DEVICE void next(const char* stage) {
         const int key = first_key();
         const bool exists = i < blocks.end;
         i += kWarps;
-        if (exists)
-            cursor.template load<false>(ptx::shared_address(stage), keys, view, head, cols, true,
-                                        key, first_key());
+        if (exists) load(ptx::shared_address(stage), key);
         ptx::cp_async_commit();
     }
 };

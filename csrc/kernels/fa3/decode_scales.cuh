@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/common/softmax.cuh"
+#include "kernels/fa3/descales.cuh"
 #include "problem/params.h"
 #include "ptx/shared.cuh"
 #include "tile/bytes.cuh"
@@ -11,17 +12,18 @@ namespace flash_ext {
 // The descales of a head of a sequence, 1 where there are none. A sequence without keys may have no
 // descales.
 struct HeadDescales {
-    const float* data;  // null: 1
+    const float* data;
     int64_t stride;
     int last;  // block; 0 unless there are blocks
 
     FLASH_DEVICE static HeadDescales of(const Descale& x, const Sequence& sequence, int head) {
         const bool some = x.data != nullptr && sequence.seqlen_k > 0;
-        return {some ? x.data + sequence.index() * x.batch_stride + head * x.head_stride : nullptr,
-                x.last_stride, x.last_block};
+        if (!some) return {&kNoDescale, 0, 0};
+        return {x.data + sequence.index() * x.batch_stride + head * x.head_stride, x.last_stride,
+                x.last_block};
     }
 
-    FLASH_DEVICE float at(int i) const { return data == nullptr ? 1.f : __ldg(data + i * stride); }
+    FLASH_DEVICE float at(int i) const { return __ldg(data + i * stride); }
     // Lengths and offsets that are wrong must not read beyond them.
     FLASH_DEVICE float of_key(int key) const { return at(min_of(key / kDescaleRows, last)); }
 };
@@ -47,6 +49,7 @@ struct ScoreFactors {
 
 // With 16 bits sums are scores.
 struct NoScoreFactors {
+    static constexpr int of_keys = 0;
     FLASH_DEVICE float of_block(int) const { return 1.f; }
     template <class Softmax, class Scores>
     FLASH_DEVICE void apply(Scores&, float) const {}

@@ -1,4 +1,4 @@
-// Where the descales of a head are, for forward_fp8.cuh.
+// Where the descales of a head are.
 #pragma once
 
 #include "problem/params.h"

@@ -53,8 +53,10 @@ struct Fa3ForwardTiles
         return (at_launch * (kConsumers + 1) - producer_registers) / kConsumers / 8 * 8;
     }
 
-    using QTile = SharedTile<QKElement, kBlockQ, kHeadDim>;
-    using KTile = SharedTile<QKElement, kBlockKV, kHeadDim>;
+    // Rows of 96 bytes would arrive in boxes of 32: zeros fill them up to 128.
+    static constexpr int kQKCols = sizeof(QKElement) == 1 ? ceil_div(kHeadDim, 64) * 64 : kHeadDim;
+    using QTile = SharedTile<QKElement, kBlockQ, kQKCols>;
+    using KTile = SharedTile<QKElement, kBlockKV, kQKCols>;
     using VTile = SharedTile<Element, kBlockKV, kHeadDimV>;
     // matrix_descriptor() and the swizzle need aligned tiles.
     static_assert(QTile::kBytes % 1024 == 0 && KTile::kBytes % 1024 == 0 &&
@@ -534,10 +536,10 @@ struct Fa3ForwardTiles
 
     // Stores O / l and lse to HBM, or the results of a split. kLast: it is the CTA's last tile.
     // Only then may the heads of a group be written to out: in the loop the test would cost splits
-    // time. kMerged: it has all splits.
-    template <bool kLast, bool kMerged = false, class Softmax>
-    FLASH_DEVICE void store_tile(const Output& rO, const Softmax& softmax,
-                                 const QueryTile& tile) const {
+    // time. kMerged: it has all splits. store(rows, rO) writes to out.
+    template <bool kLast, bool kMerged = false, class Softmax, class Store = StoreRows>
+    FLASH_DEVICE void store_tile(const Output& rO, const Softmax& softmax, const QueryTile& tile,
+                                 Store store = {}) const {
         const Sequence& s = tile.sequence;
         // A logarithm takes a hundred cycles: of the four lanes of two rows, two compute one each.
         const int i = lane_id() % 2;
@@ -582,10 +584,9 @@ struct Fa3ForwardTiles
             const float lse = softmax.lse(0, i);
             if (has_row && row < rows) params.lse[statistics + first_query + row] = lse;
             with_out_type([&](auto element) {
-                store_rows(
-                    global_tile<decltype(element)>(params.out, s.batch, s.q_begin + first_query,
-                                                   tile.head, rows, params.head_dim_v),
-                    rO);
+                store(global_tile<decltype(element)>(params.out, s.batch, s.q_begin + first_query,
+                                                     tile.head, rows, params.head_dim_v),
+                      rO);
             });
         }
     }
