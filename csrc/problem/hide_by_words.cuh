@@ -60,32 +60,56 @@ FLASH_DEVICE void hide_keys(Scores& s, const VisibleColumns<Scores>& visible) {
                 if (!(visible.of_row[m][i] >> j & 1)) s.v[m][j / 2][2 * i + j % 2] = -INFINITY;
 }
 
-// Hides what words do not show if rows are keys, a warp's from first_key on, and columns queries.
+// If rows are keys, the elements of this lane that are visible, as bits: of eight columns of a warp
+// those of a lane, in the order of a fragment, have four bits of a word.
 template <class Scores>
-FLASH_DEVICE void hide_queries(Scores& s, const MaskWords* words, bool bits, int first_key) {
+struct VisibleElements {
+    uint32_t of_columns[Scores::kM][ceil_div(Scores::kN, 8)];
+};
+
+// What the words of queries show of a tile whose columns they are. A warp's rows are the keys from
+// first_key on.
+template <class Scores>
+FLASH_DEVICE VisibleElements<Scores> visible_elements(const MaskWords* words, bool bits,
+                                                      int first_key) {
     const int key = first_key + lane_row();
     const int bit = first_key % kMaskBlock / 4 + lane_row() % 2;
+    VisibleElements<Scores> found{};
 #pragma unroll
     for (int n = 0; n < Scores::kN; ++n)
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
             const MaskWords& query = words[8 * n + lane_col() + e];
-            if (bits) {
-                const uint32_t visible = query[lane_row() / 2] >> bit;
 #pragma unroll
-                for (int i = 0; i < 2 * Scores::kM; ++i)
-                    if (!(visible & 1 << 2 * i)) s.v[i / 2][n][i % 2 * 2 + e] = -INFINITY;
-            } else {
-#pragma unroll
-                for (int i = 0; i < 2 * Scores::kM; ++i) {
-                    const auto within = [&](int at) {
-                        return static_cast<uint32_t>(key + 8 * i) - query[at] <
+            for (int m = 0; m < Scores::kM; ++m) {
+                uint32_t two = 0;  // bits 0 and 2: of two rows
+                if (bits) {
+                    two = query[lane_row() / 2] >> (bit + 4 * m) & 5;
+                } else {
+                    const auto within = [&](int row, int at) {
+                        return static_cast<uint32_t>(key + 16 * m + row) - query[at] <
                                query[at + 1] - query[at];
                     };
-                    if (!within(0) && !within(2)) s.v[i / 2][n][i % 2 * 2 + e] = -INFINITY;
+                    two = (within(0, 0) || within(0, 2) ? 1 : 0) |
+                          (within(8, 0) || within(8, 2) ? 4 : 0);
                 }
+                found.of_columns[m][n / 8] |= two << (n % 8 * 4 + e);
             }
         }
+    return found;
+}
+
+// Hides the others.
+template <class Scores>
+FLASH_DEVICE void hide_queries(Scores& s, const VisibleElements<Scores>& visible) {
+#pragma unroll
+    for (int m = 0; m < Scores::kM; ++m)
+#pragma unroll
+        for (int n = 0; n < Scores::kN; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                if (!(visible.of_columns[m][n / 8] >> (n % 8 * 4 + i) & 1))
+                    s.v[m][n][i] = -INFINITY;
 }
 
 // Hides what the mask in memory does not show of 16 queries and of a tile of keys within a block.
