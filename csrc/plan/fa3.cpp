@@ -18,15 +18,6 @@ std::optional<int> forced(const char* name) {
     return value == nullptr ? std::nullopt : std::optional(std::atoi(value));
 }
 
-// The order of the rows of a mask of tiles.
-template <class Params>
-void order_rows(Params& params, const GpuModel& gpu) {
-    if (const auto heads = forced("FLASH_EXT_FORCE_L2_HEADS"))
-        params.tile_order.l2_group_heads = *heads;
-    params.tile_mask.first_rows =
-        forced("FLASH_EXT_FORCE_FIRST_ROWS").value_or(longest_first(params.tile_order, gpu));
-}
-
 // Why TMA cannot load the bias, nor a copy of it; empty where it can.
 std::string bias_reason(const AttentionParams& params) {
     const Bias& bias = params.bias;
@@ -399,7 +390,8 @@ void plan_fa3_forward(ForwardPlan& plan) {
     params.tile_order = forward_tile_order(
         params, plan.mask, {small_q.heads, 64 * shape.consumers >> params.pack_gqa_log2}, dims, 1,
         gpu, ctas, /*may_take_whole_heads=*/true);
-    if (params.tile_mask.kv_tiles != nullptr) order_rows(params, gpu);
+    if (params.tile_mask.kv_tiles != nullptr)
+        params.tile_mask.first_rows = longest_first(params.tile_order);
 
     if (fp8 && !shape.transposes_v && !params.v_transposed) {
         kernel.row_major_v = params.v;
@@ -522,7 +514,7 @@ void plan_fa3_backward(BackwardPlan& plan) {
     if (wide) return plan_wide_backward(plan, of_parts);
     params.tile_order = backward_tile_order(of_parts, plan.mask, block_kv, dims, 1, gpu);
     if (params.tile_mask.kv_tiles != nullptr) {  // a Q tile may be in no list
-        if (!params.deterministic) order_rows(params, gpu);
+        params.tile_mask.first_rows = params.deterministic ? 0 : longest_first(params.tile_order);
     } else {
         kernel.lead = lead_of(of_parts, plan.mask, params.tile_order, dims, gpu);
         params.dq_accum_zeroed = kernel.lead == 0 && !params.deterministic;
