@@ -14,25 +14,17 @@ FLASH_DEVICE uint32_t lane_columns(int begin, int end) {
     return ptx::bit_range(from, max_of(columns_before(end) - from, 0));
 }
 
-// The columns of this lane that its rows see, as bits.
-template <class Scores>
-struct VisibleColumns {
-    static_assert(2 * Scores::kN <= 32);
-    uint32_t of_row[Scores::kM][2];
-};
-
-// What the words of its query show of each row, words_of(row), in a tile whose columns are the keys
-// from first_key on. `bits`: of the whole block of keys. none: they show nothing.
+// Hides what the words of its query do not show of each row, words_of(row), in a tile whose columns
+// are the keys from first_key on. `bits`: of the whole block of keys. none: they show nothing.
 template <class Scores, class WordsOf>
-FLASH_DEVICE VisibleColumns<Scores> visible_columns(WordsOf words_of, bool bits, bool none,
-                                                    int first_key) {
-    VisibleColumns<Scores> found;
+FLASH_DEVICE void hide_keys(Scores& s, WordsOf words_of, bool bits, bool none, int first_key) {
+    static_assert(2 * Scores::kN <= 32);
 #pragma unroll
     for (int m = 0; m < Scores::kM; ++m)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const MaskWords& row = words_of(ptx::not_hoisted(16 * m + lane_row() + 8 * i));
-            uint32_t& visible = found.of_row[m][i];
+            uint32_t visible;
             if (bits) {
                 visible = row[lane_id() % 4] >> first_key % kMaskBlock / 4;
             } else {
@@ -44,20 +36,10 @@ FLASH_DEVICE VisibleColumns<Scores> visible_columns(WordsOf words_of, bool bits,
                 visible = columns(0) | columns(2);
             }
             if (none) visible = 0;
-        }
-    return found;
-}
-
-// Hides the other columns.
-template <class Scores>
-FLASH_DEVICE void hide_keys(Scores& s, const VisibleColumns<Scores>& visible) {
-#pragma unroll
-    for (int m = 0; m < Scores::kM; ++m)
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
 #pragma unroll
             for (int j = 0; j < 2 * Scores::kN; ++j)
-                if (!(visible.of_row[m][i] >> j & 1)) s.v[m][j / 2][2 * i + j % 2] = -INFINITY;
+                if (!(visible >> j & 1)) s.v[m][j / 2][2 * i + j % 2] = -INFINITY;
+        }
 }
 
 // If rows are keys, the elements of this lane that are visible, as bits: of eight columns of a warp
@@ -128,7 +110,7 @@ FLASH_DEVICE void hide_by_words(Scores& s, const AttentionParams& params, const 
         return *reinterpret_cast<const MaskWords*>(
             words_of(params, sequence.batch, head, first_query + row, block));
     };
-    hide_keys(s, visible_columns<Scores>(words, params.tile_mask.bits, /*none=*/false, first_key));
+    hide_keys(s, words, params.tile_mask.bits, /*none=*/false, first_key);
 }
 
 }  // namespace flash_ext

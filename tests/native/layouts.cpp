@@ -550,7 +550,7 @@ std::vector<std::vector<bool>> hidden(const std::vector<std::array<uint32_t, 4>>
             hide_queries(scores, visible_elements<Scores>(words, bits, first_key));
         } else {
             const auto of_row = [&](int row) -> const MaskWords& { return words[row]; };
-            hide_keys(scores, visible_columns<Scores>(of_row, bits, false, first_key));
+            hide_keys(scores, of_row, bits, /*none=*/false, first_key);
         }
         for (int m = 0; m < kRows / 16; ++m)
             for (int n = 0; n < kCols / 8; ++n)
