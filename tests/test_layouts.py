@@ -17,6 +17,7 @@ from types import ModuleType
 import pytest
 import torch
 from compiled import DEVICE_CODE, FAKE_CUDA, NATIVE, python_module
+from mask_model import place_of
 from shared_memory import box_addresses, matmul_address
 
 from flash_ext import fp8
@@ -414,6 +415,36 @@ def test_masks_hide_exactly_what_is_not_visible(rows: int, cols: int, layouts: M
         visible = [(100 + a, 100 + b) for a, b in intervals[first : first + rows]]
         expected = [[a <= 100 + j < b for j in range(cols)] for a, b in visible]
         assert layouts.masked(rows, cols, visible, 100) == expected
+
+
+@pytest.mark.parametrize("by_keys", (False, True))
+@pytest.mark.parametrize("bits", (False, True))
+@pytest.mark.parametrize(("rows", "cols"), ((16, 64), (16, 128), (32, 64)))
+def test_words_hide_elements(
+    rows: int, cols: int, bits: bool, by_keys: bool, layouts: ModuleType
+) -> None:
+    """Rows are queries and columns keys, or (by_keys) the other way round."""
+    source = random.Random(rows + cols)
+    queries, keys = (cols, rows) if by_keys else (rows, cols)
+    for block, offset in itertools.product((0, 7), range(0, 128, keys)):
+        first = 128 * block + offset
+        words = [[source.getrandbits(32) for _ in range(4)] for _ in range(queries)]
+        shown = [[False] * keys for _ in range(queries)]
+        for query, j in itertools.product(range(queries), range(keys)):
+            if bits:
+                word, bit = place_of(offset + j)
+                shown[query][j] = bool(words[query][word] >> bit & 1)
+        if not bits:
+            ends = range(first - 3, first + keys + 4)
+            words = [sorted(source.choices(ends, k=4)) for _ in range(queries)]
+            words[0] = [0, 0, 0, 0]
+            words = [[max(x, 0) for x in row] for row in words]
+            shown = [
+                [a <= first + j < b or c <= first + j < d for j in range(keys)]
+                for a, b, c, d in words
+            ]
+        want = [list(x) for x in zip(*shown, strict=True)] if by_keys else shown
+        assert layouts.hidden_by_words(rows, cols, words, bits, first, by_keys) == want
 
 
 # --- Stores ---

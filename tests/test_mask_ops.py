@@ -248,6 +248,8 @@ def test_intervals_become_lists(sizes: tuple[int, ...], seed: int, device: str) 
         (lambda i: (0 * i, 0 * i, i - 199, i + 1), 8 + 7 + 6),  # a window
         (lambda i: (0 * i, 0 * i + 64, i - 99, i + 1), 8 + 7 + 6),  # with first keys
         (lambda i: (i // 384 * 384, i // 384 * 384 + 384, 0 * i, 0 * i), 9 + 9 + 4),  # documents
+        # A window, and the first queries see all.
+        (lambda i: (0 * i, 0 * i, (i - 99) * (i > 63), i + 1 + 1024 * (i < 64)), 8 + 7 * 2),
     ),
 )
 def test_the_blocks_that_intervals_list(columns: Any, blocks: int, device: str) -> None:

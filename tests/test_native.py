@@ -196,8 +196,7 @@ def test_longest_rows_of_a_mask_come_first(
     for l2_group_heads in {1, 2, heads * batch}:
         tile_order = native.TileOrder(tiles, heads, batch, l2_group_heads)
         first = native.longest_first(tile_order)
-        assert 1 <= first <= tiles and (first == tiles or first * heads * batch >= 132)
-        assert (first - 1) * heads * batch < 132, "one wave"
+        assert 1 <= first <= tiles
         number = tiles * heads * batch
         order = [native.work_tile(linear, tile_order, first) for linear in range(number)]
         assert sorted(order) == sorted(itertools.product(range(tiles), range(heads), range(batch)))

@@ -119,10 +119,11 @@ inline TileOrder forward_tile_order(const AttentionParams& params, const MaskSum
 
 // With a mask of tiles the host does not know how long a row is, and the longest one of a head may
 // take longer than all the rest of its L2 swizzle group: in the last group other SMs would wait for
-// it. So the first wave has the longest rows of all heads.
-inline int longest_first(const TileOrder& order, const GpuModel& gpu) {
-    const int heads = order.heads * order.batch;
-    return order.tiles_at_once > 1 ? 0 : min_of(ceil_div(gpu.sms, max_of(heads, 1)), order.tiles);
+// it. So the longest rows of all heads come first: two of each, since more heads at a time than a
+// group has cost time.
+inline int longest_first(const TileOrder& order) {
+    constexpr int kRows = 2;
+    return order.tiles_at_once > 1 ? 0 : min_of(kRows, order.tiles);
 }
 
 // The bytes of Q, dO and dQ that the KV tiles of a head share.

@@ -395,7 +395,7 @@ void plan_fa3_forward(ForwardPlan& plan) {
         params, plan.mask, {small_q.heads, 64 * shape.consumers >> params.pack_gqa_log2}, dims, 1,
         gpu, ctas, /*may_take_whole_heads=*/true);
     if (params.tile_mask.kv_tiles != nullptr)
-        params.tile_mask.first_rows = longest_first(params.tile_order, gpu);
+        params.tile_mask.first_rows = longest_first(params.tile_order);
 
     if (fp8 && !shape.transposes_v && !params.v_transposed) {
         kernel.row_major_v = params.v;
@@ -518,8 +518,7 @@ void plan_fa3_backward(BackwardPlan& plan) {
     if (wide) return plan_wide_backward(plan, of_parts);
     params.tile_order = backward_tile_order(of_parts, plan.mask, block_kv, dims, 1, gpu);
     if (params.tile_mask.kv_tiles != nullptr) {  // a Q tile may be in no list
-        if (!params.deterministic)
-            params.tile_mask.first_rows = longest_first(params.tile_order, gpu);
+        params.tile_mask.first_rows = params.deterministic ? 0 : longest_first(params.tile_order);
     } else {
         kernel.lead = lead_of(of_parts, plan.mask, params.tile_order, dims, gpu);
         params.dq_accum_zeroed = kernel.lead == 0 && !params.deterministic;

@@ -103,7 +103,7 @@ FLASH_HOST_DEVICE constexpr void for_each_range(const BlockHulls& hulls, Visit v
 
 // The most runs of a mask of intervals: of a Q block (see above), and of a KV block.
 inline constexpr int kIntervalRunsOfQueries = 6;
-inline constexpr int kIntervalRunsOfKeys = 3;
+inline constexpr int kIntervalRunsOfKeys = 4;
 
 // A row of runs as it is written.
 struct RowWriter {

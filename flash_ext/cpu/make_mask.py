@@ -224,8 +224,8 @@ def _kinds(seen: tuple[_Range, _Range], full: tuple[_Range, _Range], blocks_k: i
 
 
 def _rows_of_columns(kinds: Tensor) -> Tensor:
-    """For each block of keys all blocks of queries from the first to the last one that see it, the
-    longest run of full ones as such: (Bm, Hm, nK, R)."""
+    """For each block of keys all blocks of queries from the first to the last one that see it, but
+    for the longest gap, and the longest run of full ones as such: (Bm, Hm, nK, R)."""
     kinds = kinds.mT
     blocks = kinds.shape[-1]
     capacity = capacity_of(INTERVAL_RUNS[1])
@@ -235,13 +235,23 @@ def _rows_of_columns(kinds: Tensor) -> Tensor:
     seen, full = kinds != 0, kinds == FULL
     begin = torch.where(seen, position, blocks).amin(-1)
     end = torch.where(seen, position + 1, 0).amax(-1)
-    gap = torch.where(full, -1, position).cummax(-1).values
-    length = position - gap
-    best = (length * blocks - position).argmax(-1, keepdim=True)  # of equal ones the first
-    length = length.gather(-1, best)[..., 0]
-    run_end = torch.where(length > 0, best[..., 0] + 1, end)
-    run_begin = run_end - length
-    ranges = [(run_begin, run_end, FULL), (begin, run_begin, PARTIAL), (run_end, end, PARTIAL)]
+
+    def longest(length: Tensor, last: int) -> _Range:
+        """Of runs that end at position + last, of equal ones the first; an empty one is at end."""
+        best = (length * blocks - position).argmax(-1, keepdim=True)
+        length = length.gather(-1, best)[..., 0]
+        run_end = torch.where(length > 0, best[..., 0] + last, end)
+        return run_end - length, run_end
+
+    run_begin, run_end = longest(position - torch.where(full, -1, position).cummax(-1).values, 1)
+    previous = F.pad(torch.where(seen, position, -1).cummax(-1).values, (1, 0), value=-1)[..., :-1]
+    gap_begin, gap_end = longest((position - previous - 1) * (seen & (previous >= 0)), 0)
+    ranges = [(run_begin, run_end, FULL)]
+    for first, last in ((begin, gap_begin), (gap_end, end)):
+        ranges += [
+            (first, torch.minimum(last, run_begin), PARTIAL),
+            (torch.maximum(first, run_end), last, PARTIAL),
+        ]
     return _rows_of_ranges(ranges, capacity)
 
 

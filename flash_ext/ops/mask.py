@@ -58,7 +58,7 @@ for _op in (mask_from_dense, mask_from_intervals, mask_from_blocks, mask_from_ki
 HEADER = 4
 """The ints of a row before its runs."""
 
-INTERVAL_RUNS = (6, 3)
+INTERVAL_RUNS = (6, 4)
 """The most runs of a block of queries, and of a block of keys, of a mask of intervals."""
 
 

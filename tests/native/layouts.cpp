@@ -6,6 +6,7 @@
 #include "kernels/fa3/decode_blocks.cuh"
 #include "kernels/fa3/decode_scales.cuh"
 #include "lanes.h"
+#include "problem/hide_by_words.cuh"
 #include "problem/score.cuh"
 #include "tile/gemm.cuh"
 #include "tile/wgmma.cuh"
@@ -233,6 +234,33 @@ std::vector<std::vector<bool>> masked(const std::vector<std::pair<int, int>>& vi
     return all;
 }
 
+// The same by the words of queries, four each: of rows, or (by_keys) of columns. The other side are
+// keys from first_key on.
+template <int kRows, int kCols>
+std::vector<std::vector<bool>> hidden(const std::vector<std::array<uint32_t, 4>>& given, bool bits,
+                                      int first_key, bool by_keys) {
+    std::vector<std::vector<bool>> all(kRows, std::vector<bool>(kCols));
+    const auto* words = reinterpret_cast<const MaskWords*>(given.data());
+    for (int lane = 0; lane < 32; ++lane) {
+        threadIdx = {unsigned(lane)};
+        using Scores = RegisterTile<kRows, kCols>;
+        Scores scores;
+        scores.clear();
+        if (by_keys) {
+            hide_queries(scores, visible_elements<Scores>(words, bits, first_key));
+        } else {
+            const auto of_row = [&](int row) -> const MaskWords& { return words[row]; };
+            hide_keys(scores, of_row, bits, /*none=*/false, first_key);
+        }
+        for (int m = 0; m < kRows / 16; ++m)
+            for (int n = 0; n < kCols / 8; ++n)
+                for (int i = 0; i < 4; ++i)
+                    all[16 * m + lane_row() + i / 2 * 8][8 * n + lane_col() + i % 2] =
+                        scores.v[m][n][i] == 0.f;
+    }
+    return all;
+}
+
 }  // namespace
 }  // namespace flash_ext
 
@@ -259,5 +287,13 @@ PYBIND11_MODULE(flash_ext_layouts, m) {
                                   : cols == 80 ? masked<16, 80>
                                                : masked<16, 128>;
               return kernel(visible, first_col);
+          });
+    m.def("hidden_by_words",
+          [](int rows, int cols, const std::vector<std::array<uint32_t, 4>>& words, bool bits,
+             int first_key, bool by_keys) {
+              const auto kernel = rows == 32   ? hidden<32, 64>
+                                  : cols == 64 ? hidden<16, 64>
+                                               : hidden<16, 128>;
+              return kernel(words, bits, first_key, by_keys);
           });
 }

@@ -364,7 +364,7 @@ PYBIND11_MODULE(flash_ext_native, m) {
         const WorkTile tile = work_tile(linear, order, first);
         return std::tuple(tile.tile_index, tile.head, tile.batch);
     });
-    m.def("longest_first", [](const TileOrder& order) { return longest_first(order, kH200); });
+    m.def("longest_first", &longest_first);
     py::class_<Batch>(m, "Batch")
         .def(py::init<int, int, int, int, Offsets, Offsets, Offsets>())
         .def("sequences", &Batch::sequences)

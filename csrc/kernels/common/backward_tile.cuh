@@ -336,8 +336,9 @@ struct BackwardTile {
         }
         if constexpr (kMayHaveMask) {
             if (walk.partial)
-                hide_queries(rP, mask_storage().words[walk.stage % kStages] + warp_query(),
-                             params.tile_mask.bits, first_key + warp_key);
+                hide_queries(rP, visible_elements<Scores>(
+                                     mask_storage().words[walk.stage % kStages] + warp_query(),
+                                     params.tile_mask.bits, first_key + warp_key));
         }
         exponentiate<Rows::kKeys>(rP, statistics(walk.stage).lse_log2 + warp_query(),
                                   exponent_scale<kOptions>(params));

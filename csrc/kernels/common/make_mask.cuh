@@ -3,6 +3,7 @@
 //     a dense mask    pack_mask.cuh makes bits and kinds of blocks; here kinds become rows of runs
 //     intervals       are copied; of each Q block their hull gives the row of runs, and of all
 //                     hulls each KV block has a hull of Q blocks, in which one run may be full
+//                     and one hidden
 //     kinds           become rows of runs; where intervals cut them, a hull says how
 //
 // At last each row says which row is the next longest (tile_mask.cuh). A warp has a row of runs, or
@@ -69,6 +70,27 @@ struct Hull {
     }
 };
 
+// Of runs of blocks the longest one, and of equal ones the first.
+struct LongestRun {
+    int length = 0;
+    int end = 0;
+
+    FLASH_DEVICE int begin() const { return end - length; }
+    FLASH_DEVICE void add(int length_, int end_) {
+        if (length_ <= length) return;
+        length = length_;
+        end = end_;
+    }
+    // `none`: where an empty one is.
+    FLASH_DEVICE void join_lanes(int none) {
+        const int longest = __reduce_max_sync(kAllLanes, length);
+        end = __reduce_min_sync(kAllLanes,
+                                length == longest && length > 0 ? end : kMostMaskBlocks + 1);
+        length = longest;
+        if (length == 0) end = none;
+    }
+};
+
 // The words and the hull of a Q block; without kinds also its row of runs.
 __global__ void __launch_bounds__(kMakeMaskThreads)
     mask_hulls_kernel(const __grid_constant__ MakeMaskParams params) {
@@ -100,8 +122,8 @@ __global__ void __launch_bounds__(kMakeMaskThreads)
     writer.write_header();
 }
 
-// The row of runs of a KV block: all Q blocks from the first to the last one that see it, the
-// longest run of full ones as such.
+// The row of runs of a KV block: all Q blocks from the first to the last one that see it, but for
+// the longest gap, and the longest run of full ones as such.
 __global__ void __launch_bounds__(kMakeMaskThreads)
     mask_columns_kernel(const __grid_constant__ MakeMaskParams params) {
     const int64_t row = warp_index();
@@ -110,8 +132,9 @@ __global__ void __launch_bounds__(kMakeMaskThreads)
     const BlockHulls* hulls = params.hulls + row / params.kv_blocks * params.q_blocks;
     const int lane = threadIdx.x % 32;
     int begin = params.q_blocks, end = 0;
-    int before = 0;                // full blocks directly before these 32
-    int longest = 0, run_end = 0;  // of the runs of full blocks that end at one of this lane's
+    int last_seen = -1;  // before these 32
+    int before = 0;      // full blocks directly before these 32
+    LongestRun full_run, gap;
 #pragma unroll 4
     for (int base = 0; base < params.q_blocks; base += 32) {
         const int q_block = base + lane;
@@ -119,29 +142,32 @@ __global__ void __launch_bounds__(kMakeMaskThreads)
                                    ? load_hulls(hulls + q_block).kind(kv_block)
                                    : BlockKind::kHidden;
         const uint32_t full = __ballot_sync(kAllLanes, kind == BlockKind::kFull);
+        const uint32_t seen = __ballot_sync(kAllLanes, kind != BlockKind::kHidden);
         if (kind != BlockKind::kHidden) {
             begin = min_of(begin, q_block);
             end = q_block + 1;
+            const uint32_t seen_before = seen & ~(kAllLanes << lane);
+            const int previous = seen_before == 0 ? last_seen : base + 31 - __clz(seen_before);
+            if (previous >= 0) gap.add(q_block - previous - 1, q_block);
         }
         const uint32_t gaps = ~full & (kAllLanes >> (31 - lane));
-        const int length = gaps == 0 ? before + lane + 1 : lane - 31 + __clz(gaps);
-        if (length > longest) {
-            longest = length;
-            run_end = q_block + 1;
-        }
+        full_run.add(gaps == 0 ? before + lane + 1 : lane - 31 + __clz(gaps), q_block + 1);
         before = full == kAllLanes ? before + 32 : __clz(~full);
+        if (seen != 0) last_seen = base + 31 - __clz(seen);
     }
     begin = __reduce_min_sync(kAllLanes, begin);
     end = __reduce_max_sync(kAllLanes, end);
-    const int length = __reduce_max_sync(kAllLanes, longest);
-    run_end = __reduce_min_sync(kAllLanes, longest == length ? run_end : params.q_blocks);
+    full_run.join_lanes(end);
+    gap.join_lanes(end);
     if (lane != 0) return;
-    const int run_begin = length == 0 ? end : run_end - length;
-    run_end = length == 0 ? end : run_end;
     RowWriter writer{params.q_tiles + row * params.q_row};
-    writer.add(block_range(run_begin, run_end), BlockKind::kFull);
-    writer.add(block_range(begin, run_begin), BlockKind::kPartial);
-    writer.add(block_range(run_end, end), BlockKind::kPartial);
+    writer.add(block_range(full_run.begin(), full_run.end), BlockKind::kFull);
+    const auto add_others = [&](int from, int until) {
+        writer.add(block_range(from, min_of(until, full_run.begin())), BlockKind::kPartial);
+        writer.add(block_range(max_of(from, full_run.end), until), BlockKind::kPartial);
+    };
+    add_others(begin, gap.begin());
+    add_others(gap.end, end);
     writer.write_header();
 }
 

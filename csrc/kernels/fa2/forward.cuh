@@ -285,8 +285,7 @@ struct Fa2Forward {
         const auto words_of_row = [&](int row) -> const MaskWords& {
             return reinterpret_cast<const MaskWords*>(words)[warp_row + row];
         };
-        hide_keys(rS, visible_columns<Scores>(words_of_row, params.tile_mask.bits, /*none=*/false,
-                                              first_key));
+        hide_keys(rS, words_of_row, params.tile_mask.bits, /*none=*/false, first_key);
     }
 
     // S becomes P.

@@ -260,18 +260,29 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
         return {params, tile.sequence, s.at.head, tile.first_key + warp_key, first_query + col};
     }
 
+    FLASH_DEVICE static bool is_partial(const State& s) {
+        return s.at.i < s.full.begin || s.at.i >= s.full.end;
+    }
+    // What a mask of tiles shows of a partial tile: found beside S, dV and dK.
+    FLASH_DEVICE VisibleElements<Scores> visible(const State& s, const KeyTile& tile) const {
+        if constexpr (Base::kMask)
+            if (is_partial(s))
+                return visible_elements<Scores>(storage.mask.words[s.q.stage],
+                                                params.tile_mask.bits, tile.first_key + warp_key);
+        return {};
+    }
+
     // P^T = 2^(S^T scale - lse)
-    FLASH_DEVICE void probabilities(State& s, const KeyTile& tile) const {
+    FLASH_DEVICE void probabilities(State& s, const KeyTile& tile,
+                                    const VisibleElements<Scores>& visible) const {
         if constexpr (Base::kBias)
             add_bias<Rows::kKeys, typename Base::BiasTile,
                      kHeadDim <= tuning::kFa3Float32BiasHeadDim>(
                 s.rS, this->bias_pipeline(), s.bias, warp_key, params.scale_log2,
                 params.bias_map.is_float32);
-        bool masked = s.at.i < s.full.begin || s.at.i >= s.full.end;
+        bool masked = is_partial(s);
         if constexpr (Base::kMask) {
-            if (masked)
-                hide_queries(s.rS, storage.mask.words[s.q.stage], params.tile_mask.bits,
-                             tile.first_key + warp_key);
+            if (masked) hide_queries(s.rS, visible);
             masked = tile.large_lse;
         }
         warp_scores(s, tile).probabilities(s.rS, storage.lse[s.q.stage], masked, tile.large_lse);
@@ -386,11 +397,12 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
         Order::wait(consumer);
         issue_s(s, x);
         if constexpr (kDropout) draw(s, tile);
+        const auto seen = visible(s, tile);
         finish(s.rS);
         v_pipeline.consumer_wait(s.kv);
         issue_dp(s, x);
         Order::signal_next(consumer);
-        probabilities(s, tile);
+        probabilities(s, tile, seen);
         finish(s.rdP);
         softmax_gradient(s, tile);
         store_ds(s.rdS, s.ds);
@@ -410,11 +422,12 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
         if (kTuning.late_fences()) commit_dq(s, s.accumulate);
         s.accumulate = true;
         if constexpr (kDropout) draw(s, tile);
+        const auto seen = visible(s, tile);
         finish_dv_dk(s);
         warpgroup_fence(s.rS);
         issue_dp(s, x);
         Order::signal_next(consumer);
-        probabilities(s, tile);
+        probabilities(s, tile, seen);
         const QTilePosition before = s.at.before(s.q_tiles);
         if (kTuning.early_exponentials()) wait_ds(s, tile, before);
         finish(s.rdP);

@@ -90,7 +90,6 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
     static constexpr int kProducerRegisters = kConsumers > 2 ? 32 : 40;
     static constexpr int kConsumerRegisters = Tiles::consumer_registers(kProducerRegisters);
     using Scores = RegisterTile<16, kBlockKV>;
-    using Columns = VisibleColumns<Scores>;
     // Kernels with options that visit elements are not batch-invariant, and lack the register.
     using Softmax = OptimisticSoftmax<Element, kBlockKV, !visits_elements(kOptions)>;
     using Probabilities = typename Softmax::Probabilities;
@@ -237,24 +236,12 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
         gemm_async<Element, kBlockKV>(x.rO, rP, v_columns, accumulate);
     }
 
-    // With a mask of tiles the visible columns of a partial tile, found while its scores are
-    // computed.
-    FLASH_DEVICE bool is_partial(const State& x) const { return x.kv_tile >= x.full_tiles.end; }
-    template <bool kUnmasked>
-    FLASH_DEVICE Columns columns(const State& x) const {
-        if constexpr (Tiles::kMask && !kUnmasked)
-            if (is_partial(x)) return this->tile_columns(x);
-        return {};
-    }
-
     // P from the complete scores. new_tile: they are the first of a Q tile, whose softmax begins.
     template <bool kUnmasked>
-    FLASH_DEVICE void compute_p(State& x, Probabilities& rP, bool new_tile,
-                                const Columns& visible = {}) const {
+    FLASH_DEVICE void compute_p(State& x, Probabilities& rP, bool new_tile) const {
         warpgroup_fence(x.rS);
+        if constexpr (Tiles::kMask && !kUnmasked) this->apply_tile_mask(x.rS, x);
         release_and_advance(k_pipeline, x.k, /*by_lanes=*/!kUnmasked);
-        if constexpr (Tiles::kMask && !kUnmasked)
-            if (is_partial(x)) hide_keys(x.rS, visible);
         if constexpr (kTestsEarly) {
             x.k_ready = k_pipeline.consumer_test(x.k);
             x.v_ready = v_pipeline.consumer_test(x.v);
@@ -380,7 +367,6 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
         v_pipeline.consumer_wait(x.v, x.v_ready);
         issue_output(x, rP, kUnmasked || !x.first_iteration);
         Order::signal_next(consumer);
-        const Columns visible = columns<kUnmasked>(x);
         const auto v_read = x.v;
         x.v.advance();
         const auto finish = [&] {
@@ -397,7 +383,7 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
         }
         if (new_tile) x.prev_softmax = x.softmax;
         x.first_iteration = x.output_pending = new_tile;
-        compute_p<kUnmasked>(x, next_rP, new_tile, visible);
+        compute_p<kUnmasked>(x, next_rP, new_tile);
         if constexpr (kBeside) finish();
         if (new_tile) skip(v_pipeline, x.v, x.skipped_tiles, x.v_ready);
     }
@@ -419,9 +405,8 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
         Order::wait(consumer);
         issue_scores(x);
         Order::signal_next(consumer);
-        const Columns visible = columns<false>(x);
         ptx::wgmma_wait<0>();
-        compute_p<false>(x, rP[0], true, visible);
+        compute_p<false>(x, rP[0], true);
         skip(v_pipeline, x.v, x.skipped_tiles, x.v_ready);
 
         // Each pass: an iteration that may have a mask or begin the next Q tile, or one for each P,

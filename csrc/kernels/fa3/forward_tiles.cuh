@@ -451,13 +451,15 @@ struct Fa3ForwardTiles
         return tile.kv_tiles.full_for(mask_of(params, tile.sequence), queries_of(tile), kBlockKV);
     }
 
-    // What a mask of tiles shows of a partial tile, whose K has not been released.
+    // Applies a mask of tiles to scores whose K has not been released.
     template <class State>
-    FLASH_DEVICE auto tile_columns(const State& x) const {
+    FLASH_DEVICE void apply_tile_mask(RegisterTile<16, kBlockKV>& rS, const State& x) const {
+        if (x.kv_tile < x.full_tiles.end) return;
         const bool bits = params.tile_mask.bits;
         const MaskWords* words =
             bits ? storage.mask.bits[x.k.stage] : storage.mask.intervals[x.q.stage];
-        return visible_columns<RegisterTile<16, kBlockKV>>(
+        hide_keys(
+            rS,
             [&](int row) -> const MaskWords& {
                 return words[(warp_row() + row) >> pack_gqa_log2()];
             },
