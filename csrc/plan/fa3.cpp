@@ -378,9 +378,11 @@ void plan_fa3_forward(ForwardPlan& plan) {
     const HeadDims dims = kernel.head_dims;
     if (tuning::Fa3ForwardRow::has_tile(kernel.options, tuning::Fa3ForwardTile::kUsual)) {
         const auto tile = forced("FLASH_EXT_FORCE_TILE");
+        // Only the smallest tile has a float32 bias.
         kernel.tile =
-            tile ? static_cast<tuning::Fa3ForwardTile>(*tile)
-                 : fa3_forward_tile(dims, expected, plan.mask, expected_tiles <= gpu.sms, gpu);
+            kernel.bias.element_bytes == 4 ? tuning::Fa3ForwardTile::kSmallQ
+            : tile ? static_cast<tuning::Fa3ForwardTile>(*tile)
+                   : fa3_forward_tile(dims, expected, plan.mask, expected_tiles <= gpu.sms, gpu);
         if (!tuning::Fa3ForwardRow::has_tile(kernel.options, kernel.tile)) {
             choose_kernel(plan, tuning::kFa3Forward, needed | OptionSet::kSplits);
             kernel.tile = tuning::Fa3ForwardTile::kSmallQ;

@@ -36,7 +36,7 @@ struct TiledBias {
     int64_t sizes[4];
     int64_t strides[3];  // of all but the last dimension
 };
-inline constexpr int kBiasTile = 128;  // the most rows and columns of a tile
+inline constexpr int kBiasTile = 256;  // the most rows and columns of a tile
 
 struct ForwardKernel {
     HeadDims head_dims{};           // of its row in the tuning table

@@ -205,17 +205,19 @@ struct Fa3ForwardRow {
     Fa3ForwardShape usual;
     Fa3ForwardShape small_q = usual;  // for few Q tiles, and all that kernels with splits have
     Fa3ForwardShape long_keys = usual;
-    Fa3ForwardShape with_bias{};          // of kFa3Bias
+    Fa3ForwardShape with_bias{};  // of kFa3Bias
+    Fa3ForwardShape small_q_with_bias = with_bias;
     Fa3ForwardShape with_mask = small_q;  // of kFa3Mask
     // Those of `usual` are the defaults. Measured: docs/notes/009-fa3-forward.md.
     Fa3Costs small_q_costs{};
     Fa3Costs long_keys_costs{};
 
-    // With options kernels without splits have the usual tile alone, and those with splits the
-    // small one.
+    // With options kernels without splits have the usual tile alone, those with splits the small
+    // one, and those with a bias both.
     static constexpr bool has_tile(OptionSet options, Fa3ForwardTile tile) {
-        constexpr OptionSet kSmallAlone = OptionSet::kSplits | OptionSet::kBias | OptionSet::kMask;
+        constexpr OptionSet kSmallAlone = OptionSet::kSplits | OptionSet::kMask;
         if ((options & kSmallAlone) != OptionSet::kNone) return tile == Fa3ForwardTile::kSmallQ;
+        if (contains(options, OptionSet::kBias)) return tile != Fa3ForwardTile::kLongKeys;
         if (visits_elements(options)) return tile == Fa3ForwardTile::kUsual;
         return tile != Fa3ForwardTile::kLongKeys || !contains(options, OptionSet::kPages);
     }
@@ -227,7 +229,8 @@ inline constexpr Fa3ForwardRow kFa3Forward[] = {
      .usual = {.consumers = 4, .block_kv = 64, .k_stages = 4, .v_stages = 4},
      .small_q = {.block_kv = 128, .k_stages = 4, .v_stages = 4, .ping_pong = true},
      .long_keys = {.consumers = 4, .block_kv = 80, .k_stages = 4, .v_stages = 4},
-     .with_bias =
+     .with_bias = {.consumers = 4, .block_kv = 64, .k_stages = 4, .v_stages = 4, .bias_stages = 3},
+     .small_q_with_bias =
          {.block_kv = 128, .k_stages = 4, .v_stages = 4, .ping_pong = true, .bias_stages = 3},
      .small_q_costs = {.alike = {112}, .differ = {110}},
      .long_keys_costs = {.alike = {98, 72}, .differ = {96, 208}}},
@@ -236,7 +239,8 @@ inline constexpr Fa3ForwardRow kFa3Forward[] = {
      .usual = {.consumers = 4, .block_kv = 64, .k_stages = 3, .v_stages = 3},
      .small_q = {.block_kv = 128, .k_stages = 4, .v_stages = 4, .ping_pong = true},
      .long_keys = {.consumers = 3, .block_kv = 96, .k_stages = 4, .v_stages = 4},
-     .with_bias =
+     .with_bias = {.consumers = 4, .block_kv = 64, .k_stages = 3, .v_stages = 3, .bias_stages = 2},
+     .small_q_with_bias =
          {.block_kv = 128, .k_stages = 3, .v_stages = 3, .ping_pong = true, .bias_stages = 2},
      .small_q_costs = {.alike = {112}, .differ = {109, 80}},
      .long_keys_costs = {.alike = {98}, .differ = {99, 155}}},
@@ -264,7 +268,8 @@ inline constexpr Fa3ForwardRow kFa3Forward[] = {
 
 constexpr Fa3ForwardShape fa3_forward_shape(HeadDims dims, OptionSet options, Fa3ForwardTile tile) {
     Fa3ForwardRow row = row_of(kFa3Forward, dims);
-    if (contains(options, OptionSet::kBias)) return row.with_bias;
+    if (contains(options, OptionSet::kBias))
+        return tile == Fa3ForwardTile::kSmallQ ? row.small_q_with_bias : row.with_bias;
     if (contains(options, OptionSet::kMask)) row.small_q = row.with_mask;
     // A tile of few rows leaves a consumer without any, which skips what the other one computes. A
     // kernel with options is the same with and without splits.

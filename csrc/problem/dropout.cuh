@@ -49,6 +49,7 @@ struct DropoutMask {
     uint32_t offset;
     uint32_t drop_threshold;  // in both halves
 
+    DropoutMask() = default;
     FLASH_HOST_DEVICE constexpr DropoutMask(int64_t seed, int64_t offset_, int64_t flat_head,
                                             uint32_t threshold)
         : key0(static_cast<uint32_t>(seed)),

@@ -11,6 +11,7 @@
 #include "problem/sequences.cuh"
 #include "ptx/math.cuh"
 #include "ptx/memory.cuh"
+#include "ptx/uniform.cuh"
 #include "tile/fragment.cuh"
 
 namespace flash_ext {
@@ -380,6 +381,18 @@ FLASH_DEVICE DropoutMask dropout_mask(const AttentionParams& params, const Seque
     return DropoutMask(params.rng_state[0], params.rng_state[1],
                        static_cast<int64_t>(sequence.index()) * params.heads_q + head,
                        params.drop_threshold);
+}
+
+// The same in uniform registers, to keep it over a loop: there dropout_mask() would read HBM each
+// time, which takes as long as an iteration.
+FLASH_DEVICE DropoutMask uniform_dropout_mask(const AttentionParams& params,
+                                              const Sequence& sequence, int head) {
+    DropoutMask mask = dropout_mask(params, sequence, head);
+    mask.key0 = ptx::warp_uniform(mask.key0);
+    mask.key1 = ptx::warp_uniform(mask.key1);
+    mask.head = ptx::warp_uniform(mask.head);
+    mask.offset = ptx::warp_uniform(mask.offset);
+    return mask;
 }
 
 struct MulWide {

@@ -172,6 +172,18 @@ FLASH_DEVICE void add_bias_32(Scores& s, uint32_t half, int first_row, float sca
     }
 }
 
+// Releases the tile that comes next in the pipeline, by all lanes of a warp that does not use it.
+template <class Pipeline>
+FLASH_DEVICE void skip_bias(const Pipeline& pipeline, uint32_t& position, bool is_float32) {
+    typename Pipeline::State state{position / 2, position % 2};
+    for (int part = is_float32 ? 0 : 1; part < 2; ++part) {
+        pipeline.consumer_wait(state);
+        if (lane_id() == 0) pipeline.consumer_release(state);
+        state.advance();
+    }
+    position = 2 * state.stage + state.phase;
+}
+
 // Scales and adds the tile that comes next in the pipeline, by all lanes of a warp. The position in
 // the pipeline is in one register, over the loop of a kernel.
 template <Rows kRows, class Tile, bool kMayBeFloat32, class Scores, class Pipeline>

@@ -93,6 +93,8 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
     // Kernels with options that visit elements are not batch-invariant, and lack the register.
     using Softmax = OptimisticSoftmax<Element, kBlockKV, !visits_elements(kOptions)>;
     using Probabilities = typename Softmax::Probabilities;
+    static constexpr bool kDropout = contains(kOptions, OptionSet::kDropout);
+    struct NoDropout {};
     // What a consumer carries from one iteration to the next. The matrices are only referenced: as
     // members they would make the compiler treat the whole object as an array in most passes.
     struct State {
@@ -115,6 +117,7 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
         int skipped_tiles = 0;  // number of the next KV tiles that only other consumers see
 
         bool far = false;  // with a softcap alone: see TanhSeries
+        [[no_unique_address]] std::conditional_t<kDropout, DropoutMask, NoDropout> dropout;
 
         // With ALiBi alone: its slope; the diagonal's key in this warp's first row, as if the tile
         // of the scores had its index for a number.
@@ -163,9 +166,23 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
         }
     }
 
+    // K's tiles, and the bias', which come in turn.
+    FLASH_DEVICE void skip_keys(State& x, int tiles) const {
+        if constexpr (!Tiles::kBias) {
+            skip(k_pipeline, x.k, tiles, x.k_ready);
+        } else {
+#pragma unroll 1
+            for (; tiles > 0; --tiles) {
+                skip(k_pipeline, x.k, 1, x.k_ready);
+                skip_bias(this->bias_pipeline(), x.bias, params.bias_map.is_float32);
+            }
+        }
+    }
+
     FLASH_DEVICE void begin_tile(State& x) const {
         const QueryTile& tile = work_tiles[x.tile];
         x.full_tiles = full_tiles(tile);
+        if constexpr (kDropout) x.dropout = uniform_dropout_mask(params, tile.sequence, tile.head);
         if constexpr (Tiles::kAlibi) {
             const Sequence& s = tile.sequence;
             x.slope = ScoreFunction<Element, Rows::kQueries, kOptions>{params, s, tile.head}
@@ -180,7 +197,7 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
                                                         this->queries_of(tile), kBlockKV);
             x.skipped_tiles = max_of(x.kv_tile - max_of(last, x.first_kv_tile), 0);
             x.kv_tile -= x.skipped_tiles;
-            skip(k_pipeline, x.k, x.skipped_tiles, x.k_ready);
+            skip_keys(x, x.skipped_tiles);
         }
         q_pipeline.consumer_wait(x.q);
     }
@@ -196,7 +213,7 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
             q_pipeline.consumer_wait(x.q);
             release_and_advance(q_pipeline, x.q);
             for (int i = ptx::warp_uniform(tile.kv_tiles.count()); i > 0; --i) {
-                skip(k_pipeline, x.k, 1, x.k_ready);
+                skip_keys(x, 1);
                 skip(v_pipeline, x.v, 1, x.v_ready);
             }
             end_work_tile(x.tile);
@@ -260,7 +277,7 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
             if (fresh) x.softmax = this->template begin_softmax<Softmax>(work_tiles[x.tile]);
             x.rescaling = x.softmax.step(x.rS, rP, exponent_scale<kOptions>(params), fresh);
         }
-        if constexpr (contains(kOptions, OptionSet::kDropout)) drop(x, rP);
+        if constexpr (kDropout) drop(x, rP);
     }
 
     // From the last KV tile on, to which the tiles turn: see turn_to_diagonal().
@@ -298,7 +315,7 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
     // Dropout. The row sums have all of P already.
     FLASH_DEVICE void drop(const State& x, Probabilities& rP) const {
         const QueryTile& tile = work_tiles[x.tile];
-        drop_pairs<kBlockKV>(rP, dropout_mask(params, tile.sequence, tile.head),
+        drop_pairs<kBlockKV>(rP, x.dropout,
                              tile.first_query + this->warp_row(),
                              tile.kv_tiles.tile(x.kv_tile) * kBlockKV);
     }

@@ -72,11 +72,13 @@ struct Fa3ForwardTiles
     using Output = RegisterTile<16, kHeadDimV>;
     using Order = PingPong<kConsumers, kTuning.ping_pong>;
     static constexpr bool kBias = contains(kOptions, OptionSet::kBias);
-    static_assert(!kBias || kTuning.ping_pong);  // otherwise consumers would skip tiles of it, too
     using BiasTile = flash_ext::BiasTile<Element, kBlockQ, kBlockKV>;
     using BiasStorage = flash_ext::BiasStorage<BiasTile, kTuning.bias_stages>;
     using BiasPipeline = typename BiasStorage::Pipeline;
     static_assert(kBias == (kTuning.bias_stages > 0));
+    // Four consumers have no registers for it.
+    static constexpr bool kFloat32Bias =
+        kHeadDim <= tuning::kFa3Float32BiasHeadDim && kConsumers < 4;
     using MaskStorage = ForwardMaskStorage<kMask, kTuning.q_stages, kTuning.k_stages>;
     static_assert(!kMask || (kBlockQ == kMaskBlock && kMaskBlock % kBlockKV == 0));
 
@@ -473,9 +475,9 @@ struct Fa3ForwardTiles
         const int first_row = warp_row();
         const int first_key = kMask ? 0 : tiles_down(tile).tile(x.kv_tile) * kBlockKV;
         if constexpr (kBias) {
-            add_bias<Rows::kQueries, BiasTile, kHeadDim <= tuning::kFa3Float32BiasHeadDim>(
-                rS, bias_pipeline(), x.bias, first_row, params.scale_log2,
-                params.bias_map.is_float32);
+            add_bias<Rows::kQueries, BiasTile, kFloat32Bias>(rS, bias_pipeline(), x.bias, first_row,
+                                                             params.scale_log2,
+                                                             params.bias_map.is_float32);
         } else if constexpr (changes_scores(kOptions))
             // Packed GQA has no ALiBi, which uses first_query.
             ScoreFunction<Element, Rows::kQueries, kOptions>{params, tile.sequence, tile.head}
