@@ -402,6 +402,11 @@ def test_alibi_on_both_sides_of_the_diagonal(problem: Problem, variant: str, dev
             for gain in (1.0, 2.5, 6.0)
         ),
         *(
+            Problem(2, 1000, 1300, 16, 4, d, bias=bias, causal=causal)
+            for d in (32, 64)
+            for bias, causal in (("1hqk", False), ("bhqk", True), ("b11k", True))
+        ),
+        *(
             Problem(2, 1100, 1300, 16, 4, d, causal=True, dropout_p=p)
             for d in (64, 128)
             for p in (0.17, 0.001)
