@@ -58,13 +58,23 @@ struct DropoutMask {
           offset(static_cast<uint32_t>(offset_)),
           drop_threshold(threshold) {}
 
-    // The words of rows row and row ^ 8, and of columns col, col ^ 1 and those 8, 16 and 24 further
-    // in their 32: word_of() says which is whose.
+    // Philox's counters of rows row and row ^ 8, and of columns col, col ^ 1 and those 8, 16 and 24
+    // further in their 32. Their words: word_of() says which is whose.
+    static FLASH_HOST_DEVICE constexpr uint32_t row_counter(uint32_t row) {
+        return row / 16 * 8 + row % 8;
+    }
+    static FLASH_HOST_DEVICE constexpr uint32_t col_counter(uint32_t col) {
+        return col / 32 * 4 + col % 8 / 2;
+    }
+    template <class Multiply = WideProduct>
+    FLASH_HOST_DEVICE constexpr Philox4 words_of(uint32_t row_counter, uint32_t col_counter,
+                                                 Multiply multiply = {}) const {
+        return philox4x32_7(col_counter, row_counter, head, offset, key0, key1, multiply);
+    }
     template <class Multiply = WideProduct>
     FLASH_HOST_DEVICE constexpr Philox4 words(uint32_t row, uint32_t col,
                                               Multiply multiply = {}) const {
-        return philox4x32_7(col / 32 * 4 + col % 8 / 2, row / 16 * 8 + row % 8, head, offset, key0,
-                            key1, multiply);
+        return words_of(row_counter(row), col_counter(col), multiply);
     }
     static FLASH_HOST_DEVICE constexpr int word_of(int col) { return col / 16 % 2 * 2 + col % 2; }
 

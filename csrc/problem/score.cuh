@@ -409,14 +409,16 @@ FLASH_DEVICE uint32_t keep_pair(const DropoutMask& mask, uint32_t first, uint32_
                             mask.drop_threshold);
 }
 
-// Dropout of P as the operand of P V, by pairs. first_query is a multiple of 16, first_key of 32.
+// Dropout of P as the operand of P V, by pairs. row_counter: of this lane; first_key: a multiple of
+// 32.
 template <int kCols, class Operand>
-FLASH_DEVICE void drop_pairs(Operand& p, const DropoutMask& mask, int first_query, int first_key) {
+FLASH_DEVICE void drop_pairs(Operand& p, const DropoutMask& mask, uint32_t row_counter,
+                             uint32_t first_key) {
     static_assert(kCols % 32 == 0);
 #pragma unroll
     for (int n = 0; n < kCols / 32; ++n) {
         const Philox4 random =
-            mask.words(first_query + lane_row(), first_key + 32 * n + lane_col(), MulWide{});
+            mask.words_of(row_counter, first_key / 8 + 4 * n + lane_id() % 4, MulWide{});
 #pragma unroll
         for (int k = 0; k < 2; ++k)
 #pragma unroll

@@ -118,6 +118,7 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
 
         bool far = false;  // with a softcap alone: see TanhSeries
         [[no_unique_address]] std::conditional_t<kDropout, DropoutMask, NoDropout> dropout;
+        uint32_t dropout_row = 0;  // its counter
 
         // With ALiBi alone: its slope; the diagonal's key in this warp's first row, as if the tile
         // of the scores had its index for a number.
@@ -182,7 +183,11 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
     FLASH_DEVICE void begin_tile(State& x) const {
         const QueryTile& tile = work_tiles[x.tile];
         x.full_tiles = full_tiles(tile);
-        if constexpr (kDropout) x.dropout = uniform_dropout_mask(params, tile.sequence, tile.head);
+        if constexpr (kDropout) {
+            x.dropout = uniform_dropout_mask(params, tile.sequence, tile.head);
+            x.dropout_row =
+                DropoutMask::row_counter(tile.first_query + this->warp_row() + lane_row());
+        }
         if constexpr (Tiles::kAlibi) {
             const Sequence& s = tile.sequence;
             x.slope = ScoreFunction<Element, Rows::kQueries, kOptions>{params, s, tile.head}
@@ -314,10 +319,8 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
 
     // Dropout. The row sums have all of P already.
     FLASH_DEVICE void drop(const State& x, Probabilities& rP) const {
-        const QueryTile& tile = work_tiles[x.tile];
-        drop_pairs<kBlockKV>(rP, x.dropout,
-                             tile.first_query + this->warp_row(),
-                             tile.kv_tiles.tile(x.kv_tile) * kBlockKV);
+        drop_pairs<kBlockKV>(rP, x.dropout, x.dropout_row,
+                             VisibleTiles::tile(x.kv_tile) * kBlockKV);
     }
 
     // Before P V: rescales O, or stores it as the result of the previous Q tile. kInTurn: it is
