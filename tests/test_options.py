@@ -395,7 +395,7 @@ def test_alibi_on_both_sides_of_the_diagonal(problem: Problem, variant: str, dev
             for causal in (False, True)
         ),
         Problem(2, 1100, 1300, 16, 4, 64, torch.float16, softcap=5.0, logit_gain=8.0),
-        # Scores up to 3/4 of the cap have a series of tanh: all, all of most tiles, few.
+        # Scores up to 5/8 of the cap have a series of tanh: all, all of most tiles, few.
         *(
             Problem(2, 1100, 1300, 16, 4, d, softcap=15.0, logit_gain=gain, causal=d == 128)
             for d in (64, 128, 256)

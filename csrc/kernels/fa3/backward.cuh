@@ -155,6 +155,7 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
         int iterations = 0;                                     // left
         bool accumulate = false;                                // have dV and dK a sum already?
         uint32_t kept[kDropout ? ceil_div(Scores::kN, 8) : 1];  // bits of the elements of S
+        DropoutMask dropout;                                    // of the sequence's head 0
     };
 
     template <bool kFirst, class A, class B>
@@ -292,7 +293,8 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
     FLASH_DEVICE void draw(State& s, const KeyTile& tile) const {
 #pragma unroll
         for (uint32_t& bits : s.kept) bits = 0;
-        const DropoutMask mask = dropout_mask(params, tile.sequence, s.at.head);
+        DropoutMask mask = s.dropout;
+        mask.head += s.at.head;
         for_each_words_transposed<Scores>(
             mask, tile.first_key + warp_key, tile.q_tile(s.at.i) * kBlockQ,
             [&](int, int n, const uint32_t (&words)[2]) {
@@ -516,6 +518,7 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
             }
             s.at = {s.q_tiles.begin, ptx::warp_uniform(this->first_head(tile))};
             s.iterations = s.q_tiles.count() * this->group();
+            if constexpr (kDropout) s.dropout = uniform_dropout_mask(params, tile.sequence, 0);
             first_iteration(s, x, tile);
             while (--s.iterations > 0) iterate(s, x, tile);
             finish_tile(s, x, tile);
