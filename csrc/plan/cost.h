@@ -387,7 +387,7 @@ inline int fixed_split_ctas(const ForwardParams& params, int64_t tiles, int head
     const int64_t bytes = 4 * params.num_splits * statistics_rows(params) * head_dim_v;
     const bool spread = is_varlen(params) && mean_queries(params) * heads_per_tile <= kFewRows;
     if (tiles == 0 || bytes > kMaxBytes || (tiles >= gpu.sms && !spread)) return 1;
-    const int64_t wanted = ceil_div<int64_t>((spread ? 4 : 2) * gpu.sms, tiles);
+    const int64_t wanted = ceil_div<int64_t>((spread ? 8 : 2) * gpu.sms, tiles);
     return static_cast<int>(min_of<int64_t>(params.num_splits, wanted));
 }
 

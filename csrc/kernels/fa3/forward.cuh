@@ -80,9 +80,9 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
         Tiles::k_pipeline, Tiles::kBlockKV, Tiles::kConsumers, Tiles::params, Tiles::q_pipeline,
         Tiles::query_of, Tiles::release, Tiles::release_and_advance, Tiles::v_pipeline,
         Tiles::work_tiles;
-    using typename Tiles::KTile, typename Tiles::Order, typename Tiles::Output,
-        typename Tiles::QTile, typename Tiles::VTile, typename Tiles::QPipeline,
-        typename Tiles::KPipeline, typename Tiles::VPipeline, typename Tiles::WorkTileState;
+    using typename Tiles::KTile, typename Tiles::Output, typename Tiles::QTile,
+        typename Tiles::VTile, typename Tiles::QPipeline, typename Tiles::KPipeline,
+        typename Tiles::VPipeline, typename Tiles::WorkTileState;
     // Does a consumer's softmax run beside its own P V? This takes two P. Four consumers have no
     // registers for that: the softmax of one runs beside the matmuls of the others.
     static constexpr bool kOverlap = kConsumers < 4;
@@ -126,6 +126,8 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
         bool output_pending = false;  // O belongs to the previous Q tile and is not stored yet
     };
 
+    static constexpr bool kMayAlternate = kTuning.ping_pong || Tiles::kMayHaveFixedSplits;
+
     using Tiles::Tiles;
 
     FLASH_DEVICE void init() const {
@@ -149,6 +151,18 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
             if (warp_id() == 2)
                 this->template produce_paged_keys<VTile, false>(v_pipeline, params.v_map, params.v);
         }
+    }
+
+    // --- Ping-pong ---
+
+    // With splits, if a CTA has all of a Q tile: otherwise tiles of few rows leave a consumer
+    // without any, which skips what the other one computes.
+    FLASH_DEVICE bool alternates() const { return kTuning.ping_pong || merges(); }
+    FLASH_DEVICE void wait_turn() const {
+        if (alternates()) PingPong<kConsumers, kMayAlternate>::wait(consumer);
+    }
+    FLASH_DEVICE void signal_next() const {
+        if (alternates()) PingPong<kConsumers, kMayAlternate>::signal_next(consumer);
     }
 
     // --- Q tiles ---
@@ -176,7 +190,7 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
                                            s.seqlen_q + turned * kBlockKV);
         }
         // Ping-pong needs equal numbers of iterations, and lists of tiles are not of 64 queries.
-        if constexpr (!kTuning.ping_pong && !Tiles::kMask) {
+        if (!alternates() && !Tiles::kMask) {
             const int last = tile.kv_tiles.last_seen_by(mask_of(params, tile.sequence),
                                                         this->queries_of(tile), kBlockKV);
             x.skipped_tiles = max_of(x.kv_tile - max_of(last, x.first_kv_tile), 0);
@@ -323,10 +337,10 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
         if (!x.first_iteration) {
             x.rescaling.apply(x.rO);
         } else if (x.output_pending) {
-            if constexpr (kInTurn && kYieldsInStore) Order::signal_next(consumer);
+            if constexpr (kInTurn && kYieldsInStore) signal_next();
             store(x.rO, x.prev_softmax, work_tiles[x.output_tile]);
             end_work_tile(x.output_tile);
-            if constexpr (kInTurn && kYieldsInStore) Order::wait(consumer);
+            if constexpr (kInTurn && kYieldsInStore) wait_turn();
         }
     }
 
@@ -340,7 +354,9 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
     }
 
     // Does this CTA have all fixed splits of its Q tiles?
-    FLASH_DEVICE bool merges() const { return params.split_ctas == 1; }
+    FLASH_DEVICE bool merges() const {
+        return Tiles::kMayHaveFixedSplits && params.split_ctas == 1;
+    }
     FLASH_DEVICE void merge_and_store(Output& rO, Softmax& softmax, const QueryTile& tile) const {
         softmax.finish();
         if (this->merge_fixed_splits(rO, softmax, tile)) return;
@@ -370,7 +386,7 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
             merge_if_pending(x);
         }
         k_pipeline.consumer_wait(x.k, x.k_ready);
-        Order::wait(consumer);
+        wait_turn();
         issue_scores(x);
         if constexpr (kUnmasked) {
             x.rescaling.apply(x.rO);
@@ -379,7 +395,7 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
         }
         v_pipeline.consumer_wait(x.v, x.v_ready);
         issue_output(x, rP, kUnmasked || !x.first_iteration);
-        Order::signal_next(consumer);
+        signal_next();
         const Columns visible = columns<kUnmasked>(x);
         const auto v_read = x.v;
         x.v.advance();
@@ -411,14 +427,14 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
         constexpr int kNext = kOverlap;  // P V reads one P while the other is written
         Probabilities rP[1 + kNext];
 
-        if constexpr (!kTuning.ping_pong) skip_empty_tiles(x);
+        if (!alternates()) skip_empty_tiles(x);
         if (!find_tile(x)) return;
         begin_tile(x);
-        if (consumer == kConsumers - 1) Order::signal_next(consumer);  // consumer 0 starts
+        if (consumer == kConsumers - 1) signal_next();  // consumer 0 starts
         k_pipeline.consumer_wait(x.k);
-        Order::wait(consumer);
+        wait_turn();
         issue_scores(x);
-        Order::signal_next(consumer);
+        signal_next();
         const Columns visible = columns<false>(x);
         ptx::wgmma_wait<0>();
         compute_p<false>(x, rP[0], true, visible);
@@ -458,13 +474,13 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
         merge_if_pending(x);
         rescale_or_store<false>(x);
         v_pipeline.consumer_wait(x.v);
-        Order::wait(consumer);
+        wait_turn();
         if (odd) {
             issue_output(x, rP[kNext], !x.first_iteration);
         } else {
             issue_output(x, rP[0], !x.first_iteration);
         }
-        Order::signal_next(consumer);
+        signal_next();
         ptx::wgmma_wait<0>();
         warpgroup_fence(x.rO);
         if constexpr (Tiles::kMayHaveFixedSplits)
