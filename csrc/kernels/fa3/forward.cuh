@@ -80,9 +80,9 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
         Tiles::k_pipeline, Tiles::kBlockKV, Tiles::kConsumers, Tiles::params, Tiles::q_pipeline,
         Tiles::query_of, Tiles::release, Tiles::release_and_advance, Tiles::v_pipeline,
         Tiles::work_tiles;
-    using typename Tiles::KTile, typename Tiles::Output, typename Tiles::QTile,
-        typename Tiles::VTile, typename Tiles::QPipeline, typename Tiles::KPipeline,
-        typename Tiles::VPipeline, typename Tiles::WorkTileState;
+    using typename Tiles::KTile, typename Tiles::Order, typename Tiles::Output,
+        typename Tiles::QTile, typename Tiles::VTile, typename Tiles::QPipeline,
+        typename Tiles::KPipeline, typename Tiles::VPipeline, typename Tiles::WorkTileState;
     // Does a consumer's softmax run beside its own P V? This takes two P. Four consumers have no
     // registers for that: the softmax of one runs beside the matmuls of the others.
     static constexpr bool kOverlap = kConsumers < 4;
@@ -126,8 +126,6 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
         bool output_pending = false;  // O belongs to the previous Q tile and is not stored yet
     };
 
-    static constexpr bool kMayAlternate = kTuning.ping_pong || Tiles::kMayHaveFixedSplits;
-
     using Tiles::Tiles;
 
     FLASH_DEVICE void init() const {
@@ -157,12 +155,19 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
 
     // With splits, if a CTA has all of a Q tile: otherwise tiles of few rows leave a consumer
     // without any, which skips what the other one computes.
-    FLASH_DEVICE bool alternates() const { return kTuning.ping_pong || merges(); }
     FLASH_DEVICE void wait_turn() const {
-        if (alternates()) PingPong<kConsumers, kMayAlternate>::wait(consumer);
+        if constexpr (kTuning.ping_pong) {
+            Order::wait(consumer);
+        } else if constexpr (Tiles::kMayHaveFixedSplits) {
+            if (merges()) PingPong<kConsumers>::wait(consumer);
+        }
     }
     FLASH_DEVICE void signal_next() const {
-        if (alternates()) PingPong<kConsumers, kMayAlternate>::signal_next(consumer);
+        if constexpr (kTuning.ping_pong) {
+            Order::signal_next(consumer);
+        } else if constexpr (Tiles::kMayHaveFixedSplits) {
+            if (merges()) PingPong<kConsumers>::signal_next(consumer);
+        }
     }
 
     // --- Q tiles ---
@@ -190,9 +195,11 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
                                            s.seqlen_q + turned * kBlockKV);
         }
         // Ping-pong needs equal numbers of iterations, and lists of tiles are not of 64 queries.
-        if (!alternates() && !Tiles::kMask) {
-            const int last = tile.kv_tiles.last_seen_by(mask_of(params, tile.sequence),
-                                                        this->queries_of(tile), kBlockKV);
+        if constexpr (!kTuning.ping_pong && !Tiles::kMask) {
+            const int last = merges()
+                                 ? x.kv_tile
+                                 : tile.kv_tiles.last_seen_by(mask_of(params, tile.sequence),
+                                                              this->queries_of(tile), kBlockKV);
             x.skipped_tiles = max_of(x.kv_tile - max_of(last, x.first_kv_tile), 0);
             x.kv_tile -= x.skipped_tiles;
             skip(k_pipeline, x.k, x.skipped_tiles, x.k_ready);
@@ -427,7 +434,8 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
         constexpr int kNext = kOverlap;  // P V reads one P while the other is written
         Probabilities rP[1 + kNext];
 
-        if (!alternates()) skip_empty_tiles(x);
+        if constexpr (!kTuning.ping_pong)
+            if (!merges()) skip_empty_tiles(x);
         if (!find_tile(x)) return;
         begin_tile(x);
         if (consumer == kConsumers - 1) signal_next();  // consumer 0 starts
