@@ -11,9 +11,9 @@ or random lengths. chunk: a prompt's beside decoding. 8 bits: decoding from a ca
 `flash_ext` is attention_with_cache; `batch_invariant` and `dense` are the same with this option and
 on a dense cache, `alone` is append's attention without it, `apart` a call for the chunk and one for
 decoding, and `16 bits` the cache of 8 bits in bfloat16. Peers: SDPA's flash backend on a dense
-cache, cuDNN's paged SDPA by its frontend nvidia-cudnn-frontend, and torch's varlen_attn, if it takes
-pages. shapes.toml has the sizes. No call is timed before its result agrees with standard attention
-in float32.
+cache, cuDNN's paged SDPA by its frontend nvidia-cudnn-frontend, and torch's varlen_attn, if it
+takes pages. shapes.toml has the sizes. No call is timed before its result agrees with standard
+attention in float32.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ class Case:
 
     def last(self, x: Tensor | tuple[Tensor, ...]) -> Tensor:
         """The rows of the last queries of each sequence. A tuple is of several calls."""
-        calls = x if isinstance(x, tuple) else (x.split(self.queries) if self.packed else x,)
-        rows = [y for part in calls for y in (part if part.dim() == 4 else [part])]
+        parts = x if isinstance(x, tuple) else x.split(self.queries) if self.packed else (x,)
+        rows = [y for part in parts for y in (part if part.dim() == 4 else [part])]
         return torch.cat([y[-LAST_ROWS:] for y in rows])[None]
 
     def exact(self) -> Tensor:
@@ -130,11 +130,12 @@ class Case:
 
     def apart(self) -> Call:
         n, (k, v) = self.queries[0], self.caches
+        steps = self.q[n:].view(-1, self.queries[1], *self.q.shape[1:])
         calls = [
             partial(flash_ext.attention_with_cache, q, k[of] if self.table is None else k,
                     v[of] if self.table is None else v, cache_seqlens=self.used[of], causal=True,
                     page_table=None if self.table is None else self.table[of])
-            for q, of in ((self.q[None, :n], slice(1)), (self.q[n:, None], slice(1, None)))
+            for q, of in ((self.q[None, :n], slice(1)), (steps, slice(1, None)))
         ]  # fmt: skip
         return lambda: tuple(call() for call in calls)
 
