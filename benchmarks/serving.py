@@ -5,17 +5,21 @@
     python benchmarks/serving.py --device cpu          # a smoke test
 
 decode: one query a sequence. append: the same, with the new key written first, and both rotated.
-prefill: a chunk of a prompt, after what the cache has of it. mixed: one long sequence among others.
+prefill: a chunk of a prompt, after what the cache has of it. mixed: one long sequence among others,
+or random lengths. chunk: a prompt's beside decoding. 8 bits: decoding from a cache of e4m3 or int8.
 
 `flash_ext` is attention_with_cache; `batch_invariant` and `dense` are the same with this option and
-on a dense cache. Peers: SDPA's flash backend on a dense cache, cuDNN's paged SDPA by its frontend
-nvidia-cudnn-frontend, and torch's varlen_attn, if it takes pages. shapes.toml has the sizes. No
-call is timed before its result agrees with standard attention in float32.
+on a dense cache, `alone` is append's attention without it, `apart` a call for the chunk and one for
+decoding, and `16 bits` the cache of 8 bits in bfloat16. Peers: SDPA's flash backend on a dense
+cache, cuDNN's paged SDPA by its frontend nvidia-cudnn-frontend, and torch's varlen_attn, if it
+takes pages. shapes.toml has the sizes. No call is timed before its result agrees with standard
+attention in float32.
 """
 
 from __future__ import annotations
 
 import itertools
+import random
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -36,13 +40,15 @@ import flash_ext
 import flash_ext.reference
 
 SIZES = SHAPES["serving"]
-OURS = ("flash_ext", "batch_invariant", "dense")
+OURS = ("flash_ext", "batch_invariant", "dense", "alone", "apart", "16 bits")
+STEPS = {"e4m3": (torch.float8_e4m3fn, 1 / 16), "int8": (torch.int8, 1 / 32)}
 LAST_ROWS = 64  # of each sequence, which are checked
 Call = Callable[[], Tensor]
 
 
 def cells(table: str, cpu: bool, head_dims: list[int] | None) -> Iterator[Json]:
-    fields = SIZES["all"] | SIZES["tables"][table] | (SIZES["cpu"] if cpu else {})
+    fields = SIZES["all"] | SIZES["tables"][table]
+    fields |= {name: x for name, x in SIZES["cpu"].items() if cpu and name in fields}
     fields |= {"d": head_dims} if head_dims else {}
     choices = [x if isinstance(x, list) else [x] for x in fields.values()]
     for values in itertools.product(*choices):
@@ -56,19 +62,33 @@ class Case:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         normal = partial(torch.randn, dtype=dtype, device=device)
         batch, queries, heads, d = (cell[x] for x in ("batch", "seqlen_q", "kv_heads", "d"))
-        first = cell["seqlen"] * cell.get("longest", 1)
+        longest = cell["seqlen"] * cell.get("longest", 1)
         self.page = cell["page"]
-        self.lengths = [first] + [cell["seqlen"]] * (batch - 1)
+        self.lengths = [longest] + [cell["seqlen"]] * (batch - 1)
+        if cell.get("order") == "last":
+            self.lengths.reverse()
+        elif cell.get("order") == "random":
+            self.lengths = [random.Random(i).randint(1, longest // 2) for i in range(batch)]
+        self.queries = [cell.get("chunk", queries)] + [queries] * (batch - 1)
+        self.packed = "chunk" in cell
         self.used = torch.tensor(self.lengths, dtype=torch.int32, device=device)
         size = self.page or 1
-        self.capacity = -(-first // size) * size
-        self.q = normal(batch, queries, cell["heads"], d)
-        self.dense, self.table = normal(2, batch, self.capacity, heads, d), None
-        self.caches = self.dense
+        self.capacity = -(-longest // size) * size
+        self.q = normal(sum(self.queries), cell["heads"], d)
+        self.q = self.q if self.packed else self.q.view(batch, queries, *self.q.shape[1:])
+        self.dense, self.table, self.options = normal(2, batch, self.capacity, heads, d), None, {}
+        self.stored = self.dense
+        if "cache" in cell:
+            kind, step = STEPS[cell["cache"]]
+            self.stored = (self.dense / step).clamp(-127, 127).round().to(kind)
+            self.dense = self.stored.to(dtype) * step
+            steps = torch.full((batch, heads), step, device=device)
+            self.options = {"k_descale": steps, "v_descale": steps}
+        self.caches = self.stored
         if self.page:
             pages = torch.randperm(batch * self.capacity // size, device=device)
-            self.caches = torch.empty_like(self.dense).view(2, len(pages), size, heads, d)
-            self.caches[:, pages] = self.dense.view(self.caches.shape)
+            self.caches = torch.empty_like(self.stored).view(2, len(pages), size, heads, d)
+            self.caches[:, pages] = self.stored.view(self.caches.shape)
             self.table = pages.view(batch, -1).to(torch.int32)
         self.new: Json = {}
         if cell["table"] == "append":
@@ -76,11 +96,17 @@ class Case:
             self.new = {name: normal(batch, queries, heads, d) for name in "kv"}
             self.new |= {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
 
+    def last(self, x: Tensor | tuple[Tensor, ...]) -> Tensor:
+        """The rows of the last queries of each sequence. A tuple is of several calls."""
+        parts = x if isinstance(x, tuple) else x.split(self.queries) if self.packed else (x,)
+        rows = [y for part in parts for y in (part if part.dim() == 4 else [part])]
+        return torch.cat([y[-LAST_ROWS:] for y in rows])[None]
+
     def exact(self) -> Tensor:
-        """out of the last queries of each sequence, in float32."""
-        found = []
+        """last() of out, in float32."""
+        found, queries = [], self.q.split(self.queries) if self.packed else self.q
         for b, n in enumerate(self.lengths):
-            q, (k, v) = self.q[b], self.dense[:, b, :n].clone()
+            q, (k, v) = queries[b], self.dense[:, b, :n].clone()
             if self.new:
                 begin = n - len(q)
                 cos, sin = (self.new[x][begin:n, None] for x in ("rotary_cos", "rotary_sin"))
@@ -88,14 +114,36 @@ class Case:
                 turned = [torch.cat((x * cos - y * sin, x * sin + y * cos), -1) for x, y in pairs]
                 q, k[begin:], v[begin:] = turned[0].to(q.dtype), turned[1], self.new["v"][b]
             q, k, v = (x[None].float() for x in (q[-LAST_ROWS:], k, v))
-            found.append(flash_ext.reference.attention(q, k, v, causal=True)[0])
-        return torch.cat(found)
+            found.append(flash_ext.reference.attention(q, k, v, causal=True)[0][0])
+        return torch.cat(found)[None]
 
-    def ours(self, dense: bool = False, **options: Any) -> Call:
-        (k, v), table = (self.dense, None) if dense else (self.caches, self.table)
-        held = self.used - self.q.shape[1] if self.new else self.used
-        options |= self.new | {"cache_seqlens": held, "page_table": table, "causal": True}
+    def ours(self, dense: bool = False, append: bool = True, **options: Any) -> Call:
+        (k, v), table = (self.stored, None) if dense else (self.caches, self.table)
+        new = self.new if append else {}
+        held = self.used - self.q.shape[1] if new else self.used
+        options |= self.options | new
+        options |= {"cache_seqlens": held, "page_table": table, "causal": True}
+        if self.packed:
+            edges = torch.tensor([0, *itertools.accumulate(self.queries)], dtype=torch.int32)
+            options["cu_seqlens_q"] = edges.to(self.q.device)
         return lambda: flash_ext.attention_with_cache(self.q, k, v, **options)
+
+    def apart(self) -> Call:
+        n, (k, v) = self.queries[0], self.caches
+        steps = self.q[n:].view(-1, self.queries[1], *self.q.shape[1:])
+        calls = [
+            partial(flash_ext.attention_with_cache, q, k[of] if self.table is None else k,
+                    v[of] if self.table is None else v, cache_seqlens=self.used[of], causal=True,
+                    page_table=None if self.table is None else self.table[of])
+            for q, of in ((self.q[None, :n], slice(1)), (steps, slice(1, None)))
+        ]  # fmt: skip
+        return lambda: tuple(call() for call in calls)
+
+    def of_16_bits(self) -> Call:
+        k, v = self.dense
+        return partial(
+            flash_ext.attention_with_cache, self.q, k, v, cache_seqlens=self.used, causal=True
+        )
 
     def sdpa(self) -> Call:
         q, k, v = (x.transpose(1, 2) for x in (self.q, *self.dense))
@@ -157,15 +205,21 @@ def measure(cell: Json, timer: Timer, rounds: int) -> Json:
     """The results of all who take a cell, or why they do not."""
     case, errors = Case(cell, timer.device), {}
     exact = case.exact()
-    makes = {"flash_ext": case.ours, "batch_invariant": partial(case.ours, batch_invariant=True)}
+    makes: dict[str, Callable[..., Call]] = {"flash_ext": case.ours}
+    if not case.options:
+        makes["batch_invariant"] = partial(case.ours, batch_invariant=True)
     makes |= {"dense": partial(case.ours, dense=True)} if case.page else {}
-    if timer.cuda and not case.new:
+    makes |= {"alone": partial(case.ours, append=False)} if case.new else {}
+    makes |= {"apart": case.apart} if case.packed else {}
+    makes |= {"16 bits": case.of_16_bits} if case.options else {}
+    if timer.cuda and not (case.new or case.packed or case.options):
         makes |= {"varlen_attn": case.varlen_attn, "cudnn": case.cudnn} if case.page else {}
         makes |= {"flash": case.sdpa} if len(set(case.lengths)) == 1 else {}
 
     def prepare(make: Callable[[], Call], name: str) -> Callable[[], object]:
         call = make()
-        errors[name] = {"error": check([(call()[:, -exact.shape[1] :], exact)])}
+        if name != "alone":  # which attends to other keys
+            errors[name] = {"error": check([(case.last(call()), exact)])}
         if not timer.cuda:
             return call
         graph = torch.cuda.CUDAGraph()
@@ -174,9 +228,9 @@ def measure(cell: Json, timer: Timer, rounds: int) -> Json:
         return graph.replay
 
     calls, found = prepared({name: partial(prepare, x, name) for name, x in makes.items()})
-    read = sum(case.lengths) * 2 * case.dense[0, 0, 0].nbytes
+    read = sum(case.lengths) * 2 * case.stored[0, 0, 0].nbytes
     for name, times in timer.timed(calls, 0.05, rounds).items():
-        found[name] = errors[name] | times | {"tbps": round(read / times["ms"] * 1e-9, 4)}
+        found[name] = errors.get(name, {}) | times | {"tbps": round(read / times["ms"] * 1e-9, 4)}
     return found
 
 

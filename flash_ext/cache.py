@@ -242,10 +242,9 @@ class CacheCall(NamedTuple):
             table = table.index_select(0, index)
         return table if table.stride(-1) == 1 else table.contiguous()
 
-    def keys(self, lengths: Tensor | None) -> Keys:
-        """What queries see, after the new keys were written."""
+    def keys(self, used: Tensor | None) -> Keys:
+        """What queries see of sequences that have so many keys, or all."""
         k, v, table, batch = self.k_cache, self.v_cache, self.table(), self.batch
-        used = lengths if lengths is None or self.k is None else lengths + self.new_keys()
         if table is None and self.cu_seqlens_q is None and self.cache_leftpad is None:
             return Keys(k[:batch], v[:batch], None, used)
         places: dict[str, Any] = {"dtype": torch.int32, "device": k.device}
@@ -272,15 +271,17 @@ class CacheCall(NamedTuple):
                 found[name] = x.expand(self.batch, heads)
         return found
 
-    def append(self, lengths: Tensor | None, options: Mapping[str, Any]) -> Tensor:
-        """Write k and v into the cache. Returns q, rotated if they are.
+    def append(
+        self, lengths: Tensor | None, options: Mapping[str, Any]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Write k and v into the cache. Returns q, rotated if they are, and the lengths then.
 
         Args:
             options: of fwd. With causal or a window each query has its own position;
                 otherwise all have the first one's.
         """
         if self.k is None or lengths is None:
-            return self.q
+            return self.q, lengths
         window = max(options.get(f"window_{side}", -1) for side in ("left", "right"))
         descales = {name: options.get(name) for name in ("k_descale", "v_descale")}
         if self.k.dtype in QK_8_BITS:
@@ -289,7 +290,7 @@ class CacheCall(NamedTuple):
 
     def _written(
         self, lengths: Tensor, moves: bool, descales: Mapping[str, Tensor | None]
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         options: dict[str, Any] = {
             "page_table": self.table(),
             "cu_seqlens_k": self.cu_seqlens_k_new,
@@ -306,8 +307,8 @@ class CacheCall(NamedTuple):
                 "q_at_one_position": not moves,
             }
         options = {name: x for name, x in options.items() if x is not None}
-        rotated = ops.append_kv(self.k_cache, self.v_cache, self.k, self.v, lengths, **options)
-        return rotated if "q" in options else self.q
+        found = ops.append_kv(self.k_cache, self.v_cache, self.k, self.v, lengths, **options)
+        return found if "q" in options else (self.q, found[1])
 
 
 def _is_readable(x: Tensor) -> bool:
@@ -349,9 +350,12 @@ def _run(
         if call.k is not None and not is_compiling() and ops.is_real(call.q):
             # Where the device can be read. A refusal comes before anything is written.
             ops.check(call.q, keys.k, keys.v, **given)
-        q = call.append(lengths, given)
-        if call.k is not None and call.cache_leftpad is not None:
-            keys = call.keys(lengths)  # again: pages of one key may be a copy
+        q, used = call.append(lengths, given)
+        if call.k is not None:
+            # With padding again: pages of one key may be a copy.
+            again = call.cache_leftpad is not None
+            keys = call.keys(used) if again else keys._replace(seqused_k=used)
+            given |= keys.options()
         return q, keys, *ops.forward(q, keys.k, keys.v, need_lse=need_lse, **given)
 
 

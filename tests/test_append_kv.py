@@ -45,7 +45,7 @@ class Call:
         }
         return Call(*(x.to(device) for x in self.tensors()), moved)
 
-    def run(self) -> Tensor:
+    def run(self) -> tuple[Tensor, Tensor]:
         return append_kv(*self.tensors(), **self.options)
 
 
@@ -172,8 +172,9 @@ def test_random_calls(seeds: int, dtype: torch.dtype, device: str) -> None:
         call = some(seed, dtype)
         wanted = expected(call)
         moved = call.to(device)
-        result = moved.run()
+        result, used = moved.run()
         assert result.is_contiguous()
+        assert_same(used.cpu(), lengths_after(call))
         for x, y in zip((moved.k_cache, moved.v_cache, result), wanted, strict=True):
             assert_same(x.cpu(), y)
 
@@ -181,8 +182,14 @@ def test_random_calls(seeds: int, dtype: torch.dtype, device: str) -> None:
 def test_nothing_new(device: str) -> None:
     cache, none = torch.ones(2, 4, 1, 8).half().to(device), torch.ones(2, 0, 1, 8).half().to(device)
     lengths = torch.zeros(2, dtype=torch.int32, device=device)
-    assert append_kv(cache, cache.clone(), none, none, lengths).shape == (0,)
+    result, used = append_kv(cache, cache.clone(), none, none, lengths)
+    assert result.shape == (0,) and not used.any()
     assert (cache == 1).all()
+
+
+def lengths_after(call: Call) -> Tensor:
+    edges = call.options.get("cu_seqlens_k")
+    return call.cache_seqlens + (call.k.shape[1] if edges is None else edges.diff())
 
 
 def plain() -> Call:
@@ -326,7 +333,7 @@ def truncated(x: Tensor) -> Tensor:
     return (x.contiguous().view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
 
 
-def run_native(native: ModuleType, call: Call, whole: bool) -> Tensor:
+def run_native(native: ModuleType, call: Call, whole: bool) -> tuple[Tensor, Tensor]:
     """The kernel with the call's tensors. Angles are float32."""
     options = call.options
     q, table = options.get("q"), options.get("page_table")
@@ -359,14 +366,14 @@ def run_native(native: ModuleType, call: Call, whole: bool) -> Tensor:
     pages, size = call.k_cache.shape[:2]
     held = call.cache_seqlens.tolist()
     cos = options.get("rotary_cos")
-    assert native.append(
+    used = native.append(
         8 * call.k.element_size(), whole, held, size * (1 if table is None else table.shape[1]),
         address(table), [0 if table is None else table.stride(0), pages, size], address(cos),
         address(options.get("rotary_sin")), [0, 0] if cos is None else list(cos.shape),
         options.get("rotary_interleaved", False),
-        options.get("rotary_seqlens", call.cache_seqlens).tolist(), rows,
+        options.get("rotary_seqlens", call.cache_seqlens).tolist(), rows, 5,
     )  # fmt: skip
-    return result
+    return result, torch.tensor(used, dtype=torch.int32)
 
 
 @pytest.mark.parametrize("seed", range(150))
@@ -389,11 +396,13 @@ def test_the_kernel(seed: int, native: ModuleType) -> None:
         wide.k_cache, wide.v_cache, wide.k, wide.v = (x.float() for x in call.tensors()[:4])
         if "q" in call.options:
             wide.options["q"] = call.options["q"].float()
-    wide_result = wide.run()
+    wide_result, wide_used = wide.run()
     caches = call.k_cache.clone(), call.v_cache.clone()
     for each in {False, whole}:
         call.k_cache.copy_(caches[0])
         call.v_cache.copy_(caches[1])
-        found = call.k_cache, call.v_cache, run_native(native, call, each)
+        result, used = run_native(native, call, each)
+        assert_same(used, wide_used)
+        found = call.k_cache, call.v_cache, result
         for x, y in zip(found, (wide.k_cache, wide.v_cache, wide_result), strict=True):
             assert_same(x, y if dtype == torch.int8 else truncated(y))

@@ -21,7 +21,7 @@ PASSES = ("forward", "backward")
 MIXED_LABELS = {"as drawn": "flash_ext", "varlen_attn": "torch's varlen_attn"}
 MASK_PEERS = {"flex": "FlexAttention", "efficient": "SDPA efficient", "cudnn": "SDPA cuDNN"}
 SERVING = SHAPES["serving"]
-SERVING_PEERS = {"batch_invariant": "batch-invariant", "flash": "SDPA flash",
+SERVING_PEERS = {"batch_invariant": "batch-invariant", "16 bits": "16 bits", "flash": "SDPA flash",
                  "varlen_attn": "torch's varlen_attn", "cudnn": "cuDNN, pages"}  # fmt: skip
 
 
@@ -260,7 +260,10 @@ def serving_section(folder: Path) -> Iterator[str]:
         for c in sorted(rows, key=lambda c: (list(SERVING["tables"]).index(c["table"]), c["d"],
                                              c["seqlen_q"], c["batch"], c["page"])):  # fmt: skip
             times = c["providers"]
-            more = f", one of them {c['longest']} times as long" if "longest" in c else ""
+            more = f", the {c.get('order', 'first')} one 16 times as long" if "longest" in c else ""
+            more = ", random up to 8 times that" if c.get("order") == "random" else more
+            more += f", {c['cache']}" if "cache" in c else ""
+            more += f", beside a chunk of {c['chunk']}" if "chunk" in c else ""
             queries = f"{c['seqlen_q']} quer{'ies' if c['seqlen_q'] > 1 else 'y'}"
             what = f"{c['table']}, d {c['d']}, {queries}, {c['batch']} x {c['seqlen']:,} keys"
             line = what + more, f"pages of {c['page']}" if c["page"] else "dense"
@@ -268,6 +271,9 @@ def serving_section(folder: Path) -> Iterator[str]:
                 yield line, "µs", f"{times['flash_ext']['ms'] * 1e3:,.1f}"
                 yield line, "TB/s", f"{times['flash_ext']['tbps']:.2f}"
                 yield line, "over dense", over(times, "flash_ext", "dense")
+                for name, label in (("alone", "over no append"), ("apart", "over two calls")):
+                    if (text := over(times, "flash_ext", name)) != NO:
+                        yield line, label, text
                 for name, label in SERVING_PEERS.items():
                     if (text := over(times, name, "flash_ext")) != NO:
                         yield line, label, text

@@ -3,11 +3,13 @@
 #include <algorithm>
 #include <cstdint>
 #include <optional>
+#include <tuple>
 #include <vector>
 
 #include "api/accept_append_kv.h"
 #include "api/boxing.h"
 #include "api/check.h"
+#include "plan/cost.h"
 #include "plan/launchers.h"
 
 namespace flash_ext {
@@ -49,9 +51,10 @@ bool has_whole_parts(const std::vector<Tensor>& tensors, const Rotary& rotary) {
            });
 }
 
-// The rotated q, or nothing, of shape (0).
-Tensor append_rows(const Tensor& k_cache, const Tensor& v_cache, const Tensor& k, const Tensor& v,
-                   const Tensor& cache_seqlens, const AppendOptions& options) {
+// The rotated q, or nothing, of shape (0); and the lengths with the new rows.
+std::tuple<Tensor, Tensor> append_rows(const Tensor& k_cache, const Tensor& v_cache,
+                                       const Tensor& k, const Tensor& v,
+                                       const Tensor& cache_seqlens, const AppendOptions& options) {
     if (!accepts_append(k_cache, v_cache, k, v, cache_seqlens, options))
         refuse("append_kv", k_cache, v_cache, k, v, cache_seqlens, options);
     check_architecture(k_cache);
@@ -73,6 +76,8 @@ Tensor append_rows(const Tensor& k_cache, const Tensor& v_cache, const Tensor& k
     }
     const bool rotates = options.q.has_value();
     if (rotates) params.rotary = rotary_of(options, params.cache_seqlens);
+    Tensor used = empty(k, {params.batch}, ScalarType::Int);
+    params.seqused_k = static_cast<int*>(used.data_ptr());
     Tensor rotated = rotates ? contiguous_like(*options.q) : empty(k, {0}, k.scalar_type());
     std::vector<Tensor> tensors{k_cache, v_cache, k, v};
     params.tensors[0] = rows_of(k, k_cache, options.cu_seqlens_k, true, rotates);
@@ -88,8 +93,9 @@ Tensor append_rows(const Tensor& k_cache, const Tensor& v_cache, const Tensor& k
         tensors.insert(tensors.end(), {*options.q, rotated});
     }
     params.whole = has_whole_parts(tensors, params.rotary);
+    params.prefetched_rows = prefetched_rows(params, gpu);
     launch_on_stream_of(k_cache, [&](auto stream) { return append_kv(params, stream); });
-    return rotated;
+    return {rotated, used};
 }
 
 }  // namespace

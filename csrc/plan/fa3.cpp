@@ -323,6 +323,16 @@ AttentionParams expected_call(const ForwardPlan& plan) {
     return params;
 }
 
+// Does a batch-invariant call have keys for several splits?
+bool has_fixed_splits(const AttentionParams& params) {
+    if (!params.batch_invariant) return false;
+    const auto* row = tuning::find_row(tuning::kFa3Forward, head_dims(params), options_of(params));
+    const int block_kv = tuning::fa3_forward_shape(row->head_dims, tuning::kVarlenSplits,
+                                                   tuning::Fa3ForwardTile::kSmallQ)
+                             .block_kv;
+    return params.seqlen_k > fixed_split_tiles(block_kv) * block_kv;
+}
+
 // Splits of a batch-invariant call. The CTA that has all of a Q tile merges them in memory of its
 // own; otherwise they are stored, as other splits are.
 void plan_fixed_splits(ForwardPlan& plan, int block_kv, const QueryTiles& q_tiles) {
@@ -366,9 +376,10 @@ void plan_fa3_forward(ForwardPlan& plan) {
                             .value_or(num_splits(expected, plan.mask, expected_tiles,
                                                  params.heads_q / std::max(small_q.heads, 1),
                                                  gpu.sms, tuning::kFa3SplitKeys));
-    if (params.bias.data != nullptr) params.num_splits = 1;
+    if (params.bias.data != nullptr || params.batch_invariant) params.num_splits = 1;
     params.pack_gqa_log2 = small_q.pack_gqa_log2;
-    const bool splits = params.num_splits > 1 || params.pack_gqa_log2 > 0 || params.batch_invariant;
+    const bool splits =
+        params.num_splits > 1 || params.pack_gqa_log2 > 0 || has_fixed_splits(params);
 
     // The kernel and its tile.
     const OptionSet needed = options_of(params) | only_if(splits, OptionSet::kSplits);
@@ -380,7 +391,8 @@ void plan_fa3_forward(ForwardPlan& plan) {
         const auto tile = forced("FLASH_EXT_FORCE_TILE");
         // Only the smallest tile has a float32 bias.
         kernel.tile =
-            kernel.bias.element_bytes == 4 ? tuning::Fa3ForwardTile::kSmallQ
+            params.batch_invariant || kernel.bias.element_bytes == 4
+                ? tuning::Fa3ForwardTile::kSmallQ
             : tile ? static_cast<tuning::Fa3ForwardTile>(*tile)
                    : fa3_forward_tile(dims, expected, plan.mask, expected_tiles <= gpu.sms, gpu);
         if (!tuning::Fa3ForwardRow::has_tile(kernel.options, kernel.tile)) {
@@ -391,8 +403,9 @@ void plan_fa3_forward(ForwardPlan& plan) {
     const tuning::Fa3ForwardShape shape =
         fp8 ? tuning::fa3_forward_fp8_shape(dims, kernel.tile)
             : tuning::fa3_forward_shape(dims, kernel.options, kernel.tile);
-    if (params.batch_invariant) plan_fixed_splits(plan, shape.block_kv, small_q);
-    const int ctas = params.batch_invariant ? params.split_ctas : params.num_splits;  // of a tile
+    const bool fixed = params.batch_invariant && splits;
+    if (fixed) plan_fixed_splits(plan, shape.block_kv, small_q);
+    const int ctas = fixed ? params.split_ctas : params.num_splits;  // of a tile
     params.tile_order = forward_tile_order(
         params, plan.mask, {small_q.heads, 64 * shape.consumers >> params.pack_gqa_log2}, dims, 1,
         gpu, ctas, /*may_take_whole_heads=*/true);
@@ -408,8 +421,7 @@ void plan_fa3_forward(ForwardPlan& plan) {
         plan.workspace.reserve(params.v.data, tensor_batches(params) * params.v.batch_stride);
     }
     // Packed GQA goes the way of splits, unless a CTA has one tile (store_tile()).
-    if (!params.batch_invariant && (params.num_splits > 1 || (splits && tiles > gpu.sms)))
-        reserve_splits(plan);
+    if (!fixed && (params.num_splits > 1 || (splits && tiles > gpu.sms))) reserve_splits(plan);
     if (tiles * ctas > gpu.sms) plan.workspace.reserve(params.counters, 1);
 }
 

@@ -48,11 +48,14 @@ struct AppendKVParams {
     bool whole = false;  // 16 bytes at a time, on boundaries of 16 bytes?
     int batch = 0;
     const int* cache_seqlens = nullptr;  // (B), the rows that the cache holds
+    int* seqused_k = nullptr;            // (B), the same with the new ones
     int64_t capacity = 0;                // the most that a sequence can have
     Pages pages;                         // without a table sequence b has page b alone
     Rotary rotary;
     int count = 0;
     AppendedRows tensors[3];  // k, v, and q where it is rotated
+    // So many rows of K and V of each sequence, the first ones, are brought to L2.
+    int prefetched_rows = 0;
 };
 
 }  // namespace flash_ext

@@ -276,7 +276,7 @@ def _append_kv_cpu(
     q_at_one_position: bool = False,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     check_append_kv(
         k_cache, v_cache, k, v, cache_seqlens, q=q, page_table=page_table,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, rotary_cos=rotary_cos,
@@ -323,7 +323,7 @@ def _append_kv_cpu(
         rows_v = _to_8_bits(rows_v, _factors(v_descale, sequence, None), v_cache.dtype)
     for cache, rows in ((k_cache, rows_k), (v_cache, rows_v)):
         _write(cache, rows, page, position % max(size, 1))
-    return result
+    return result, cache_seqlens + (k.shape[1] if cu_seqlens_k is None else cu_seqlens_k.diff())
 
 
 library.impl("append_kv", _append_kv_cpu, "CPU")

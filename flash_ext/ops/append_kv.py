@@ -1,6 +1,6 @@
 """The op `torch.ops.flash_ext.append_kv`, which writes new keys and values into a cache.
 
-    append_kv(k_cache!, v_cache!, k, v, cache_seqlens, *, options) -> q_rotated
+    append_kv(k_cache!, v_cache!, k, v, cache_seqlens, *, options) -> (q_rotated, seqused_k)
 
 k_cache is (pages, page size, Hk, D), v_cache (pages, page size, Hk, Dv), both in any strides with a
 contiguous last dimension. Row i of sequence b becomes row cache_seqlens[b] + i of its keys. These
@@ -20,13 +20,16 @@ with which attention reads the cache: float32, one number, (B, Hk), or of k (B, 
 keys) and of v (B, Hk, Dv); None is 1.
 
 With rotary_cos and rotary_sin (positions, R / 2), float32 or of q's dtype, the first R columns of k
-are rotated on the way, and of q, (B, Sq, Hq, D) or with cu_seqlens_q packed; the result is q then,
+are rotated on the way, and of q, (B, Sq, Hq, D) or with cu_seqlens_q packed; q_rotated is q then,
 contiguous, and otherwise an empty tensor (0). Pairs are columns i and i + R / 2, with
 rotary_interleaved 2 i and 2 i + 1. Row i of a sequence has the position cache_seqlens[b] + i, or
 rotary_seqlens[b] + i; with q_at_one_position all its queries have the first one's. A position that
 cos and sin do not have makes NaN. Products and sums are rounded to float32 (float64 for float64)
 one by one, and the result to the dtype, or k's quantized as it is: CUDA and CPU give the same bits.
 No gradient.
+
+seqused_k, int32 (B), is how many keys the sequences have then. On a Hopper GPU the keys that they
+hold begin to move to L2, as many as it keeps, since attention to them follows.
 """
 
 from __future__ import annotations
@@ -46,7 +49,7 @@ library.define(
     " Tensor? q=None, Tensor? page_table=None, Tensor? cu_seqlens_q=None,"
     " Tensor? cu_seqlens_k=None, Tensor? rotary_cos=None, Tensor? rotary_sin=None,"
     " Tensor? rotary_seqlens=None, bool rotary_interleaved=False, bool q_at_one_position=False,"
-    " Tensor? k_descale=None, Tensor? v_descale=None) -> Tensor",
+    " Tensor? k_descale=None, Tensor? v_descale=None) -> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
 )
 append_kv: Any = torch.ops.flash_ext.append_kv.default
@@ -63,13 +66,14 @@ def _append_kv_fake(
     *,
     q: Tensor | None = None,
     **options: Any,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     tensors = {"v_cache": v_cache, "k": k, "v": v, "cache_seqlens": cache_seqlens, **options}
     require_one_device(k_cache, **tensors)
+    used = cache_seqlens.new_empty(cache_seqlens.shape)
     if q is None:
-        return k.new_empty(0)
+        return k.new_empty(0), used
     require_device("q", q, k_cache)
-    return q.new_empty(q.shape)
+    return q.new_empty(q.shape), used
 
 
 register_fake("flash_ext::append_kv", _append_kv_fake, lib=library)

@@ -7,6 +7,7 @@
 
 #include <array>
 #include <functional>
+#include <stdexcept>
 #include <vector>
 
 #include "launches.h"
@@ -45,22 +46,28 @@ void quantize_rows(AppendedRows& x, bool to_int8, uint64_t descale, std::array<i
     x.by_column = by_column;
 }
 
-bool append(int bits, bool whole, const std::vector<int>& cache_seqlens, int64_t capacity,
-            uint64_t table, std::array<int64_t, 3> pages, uint64_t cos, uint64_t sin,
-            std::array<int, 2> angles, bool interleaved, const std::vector<int>& begins,
-            const std::vector<AppendedRows>& tensors) {
+// The lengths with the new rows. prefetched_rows: of each sequence.
+std::vector<int> append(int bits, bool whole, const std::vector<int>& cache_seqlens,
+                        int64_t capacity, uint64_t table, std::array<int64_t, 3> pages,
+                        uint64_t cos, uint64_t sin, std::array<int, 2> angles, bool interleaved,
+                        const std::vector<int>& begins, const std::vector<AppendedRows>& tensors,
+                        int prefetched_rows) {
     AppendKVParams params{};
     params.element_type = bits == 8 ? ElementType::kInt8 : ElementType::kBFloat16;
     params.whole = whole;
     params.batch = static_cast<int>(cache_seqlens.size());
     params.cache_seqlens = cache_seqlens.data();
+    std::vector<int> used(cache_seqlens.size());
+    params.seqused_k = used.data();
+    params.prefetched_rows = prefetched_rows;
     params.capacity = capacity;
     params.pages = {pointer<int>(table), pages[0], static_cast<int>(pages[1]),
                     static_cast<int>(pages[2])};
     params.rotary = {pointer<void>(cos), pointer<void>(sin), true,         angles[0],
                      2 * angles[1],      interleaved,        begins.data()};
     for (const AppendedRows& x : tensors) params.tensors[params.count++] = x;
-    return append_kv(params, nullptr) == cudaSuccess;
+    if (append_kv(params, nullptr) != cudaSuccess) throw std::runtime_error("no kernel");
+    return used;
 }
 
 }  // namespace

@@ -8,12 +8,16 @@
 // a rounding to 16 bits before. One launch for all three tensors; memory is the limit. A thread has
 // some columns, 16 bytes or one element, of some heads of a row, whose position and angles are the
 // same. Rows whose place is not in the cache are not written.
+//
+// Attention to the cache follows, and memory is nearly idle until then. So more threads bring the
+// first rows that sequences hold to L2, a row of all heads each.
 #pragma once
 
 #include <type_traits>
 
 #include "kernels/common/launch.cuh"
 #include "ptx/math.cuh"
+#include "ptx/memory.cuh"
 #include "tile/copy.cuh"
 
 namespace flash_ext {
@@ -231,30 +235,62 @@ FLASH_HOST_DEVICE int64_t append_ctas(const AppendKVParams& params, const Append
     return ceil_div<int64_t>(units, kAppendThreads);
 }
 
+// The lengths with the new rows. By a CTA.
+FLASH_DEVICE void store_lengths(const AppendKVParams& params) {
+    const AppendedRows& k = params.tensors[0];
+    for (int i = threadIdx.x; i < params.batch; i += kAppendThreads)
+        params.seqused_k[i] =
+            params.cache_seqlens[i] +
+            (k.cu_seqlens == nullptr ? k.rows : k.cu_seqlens[i + 1] - k.cu_seqlens[i]);
+}
+
+// Rows of K and V, in turns; `unit` counts them.
+FLASH_HOST_DEVICE constexpr int64_t prefetch_units(const AppendKVParams& params) {
+    return int64_t{2} * params.batch * params.prefetched_rows;
+}
+template <class Element>
+FLASH_DEVICE void prefetch_unit(const AppendKVParams& params, int64_t unit) {
+    if (unit >= prefetch_units(params)) return;
+    const AppendedRows& tensor = params.tensors[unit % 2];
+    const auto sequence = static_cast<int>(unit / 2 / params.prefetched_rows);
+    const auto row = static_cast<int>(unit / 2 % params.prefetched_rows);
+    const int held = params.cache_seqlens[sequence];
+    int page, page_row;
+    if (row >= held || !find_cache_row(params, {sequence, row - held}, page, page_row)) return;
+    const auto prefetch = [&](auto element) {
+        using Bits = decltype(element);
+        ptx::prefetch_to_l2(row_pointer<const Bits>(tensor.to, page, page_row, 0),
+                            tensor.heads * tensor.head_dim * int{sizeof(Bits)});
+    };
+    tensor.quantized ? prefetch(uint8_t{}) : prefetch(Element{});
+}
+
 template <class Element, int kColumns>
 __global__ void __launch_bounds__(kAppendThreads)
     append_kv_kernel(const __grid_constant__ AppendKVParams params) {
     int64_t cta = blockIdx.x;
-    int i = 0;
-    for (; i < params.count - 1; ++i) {
+    if (cta == 0) store_lengths(params);
+    for (int i = 0; i < params.count; ++i) {
         const int64_t ctas = append_ctas<kColumns>(params, params.tensors[i]);
-        if (cta < ctas) break;
+        if (cta < ctas)
+            return append_unit<Element, kColumns>(params, params.tensors[i],
+                                                  cta * kAppendThreads + threadIdx.x);
         cta -= ctas;
     }
-    append_unit<Element, kColumns>(params, params.tensors[i], cta * kAppendThreads + threadIdx.x);
+    prefetch_unit<Element>(params, cta * kAppendThreads + threadIdx.x);
 }
 
 template <class Element>
 cudaError_t launch_append_kv(const AppendKVParams& params, cudaStream_t stream) {
     constexpr int kWhole = 16 / sizeof(Element);
-    int64_t ctas = 0;
+    int64_t ctas = ceil_div<int64_t>(prefetch_units(params), kAppendThreads);
     for (int i = 0; i < params.count; ++i)
         ctas += params.whole ? append_ctas<kWhole>(params, params.tensors[i])
                              : append_ctas<1>(params, params.tensors[i]);
     const auto kernel = params.whole
                             ? launch_kernel<append_kv_kernel<Element, kWhole>, AppendKVParams>
                             : launch_kernel<append_kv_kernel<Element, 1>, AppendKVParams>;
-    return kernel(ctas, kAppendThreads, 0, params, stream, {});
+    return kernel(max_of<int64_t>(ctas, params.batch > 0), kAppendThreads, 0, params, stream, {});
 }
 
 cudaError_t append_kv(const AppendKVParams& params, cudaStream_t stream) {

@@ -154,6 +154,25 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
         }
     }
 
+    // --- Ping-pong ---
+
+    // With splits, if a CTA has all of a Q tile: otherwise tiles of few rows leave a consumer
+    // without any, which skips what the other one computes.
+    FLASH_DEVICE void wait_turn() const {
+        if constexpr (kTuning.ping_pong) {
+            Order::wait(consumer);
+        } else if constexpr (Tiles::kMayHaveFixedSplits) {
+            if (merges()) PingPong<kConsumers>::wait(consumer);
+        }
+    }
+    FLASH_DEVICE void signal_next() const {
+        if constexpr (kTuning.ping_pong) {
+            Order::signal_next(consumer);
+        } else if constexpr (Tiles::kMayHaveFixedSplits) {
+            if (merges()) PingPong<kConsumers>::signal_next(consumer);
+        }
+    }
+
     // --- Q tiles ---
 
     // Releases KV tiles that this consumer does not use.
@@ -198,8 +217,10 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
         }
         // Ping-pong needs equal numbers of iterations, and lists of tiles are not of 64 queries.
         if constexpr (!kTuning.ping_pong && !Tiles::kMask) {
-            const int last = tile.kv_tiles.last_seen_by(mask_of(params, tile.sequence),
-                                                        this->queries_of(tile), kBlockKV);
+            const int last = merges()
+                                 ? x.kv_tile
+                                 : tile.kv_tiles.last_seen_by(mask_of(params, tile.sequence),
+                                                              this->queries_of(tile), kBlockKV);
             x.skipped_tiles = max_of(x.kv_tile - max_of(last, x.first_kv_tile), 0);
             x.kv_tile -= x.skipped_tiles;
             skip_keys(x, x.skipped_tiles);
@@ -330,10 +351,10 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
         if (!x.first_iteration) {
             x.rescaling.apply(x.rO);
         } else if (x.output_pending) {
-            if constexpr (kInTurn && kYieldsInStore) Order::signal_next(consumer);
+            if constexpr (kInTurn && kYieldsInStore) signal_next();
             store(x.rO, x.prev_softmax, work_tiles[x.output_tile]);
             end_work_tile(x.output_tile);
-            if constexpr (kInTurn && kYieldsInStore) Order::wait(consumer);
+            if constexpr (kInTurn && kYieldsInStore) wait_turn();
         }
     }
 
@@ -347,7 +368,9 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
     }
 
     // Does this CTA have all fixed splits of its Q tiles?
-    FLASH_DEVICE bool merges() const { return params.split_ctas == 1; }
+    FLASH_DEVICE bool merges() const {
+        return Tiles::kMayHaveFixedSplits && params.split_ctas == 1;
+    }
     FLASH_DEVICE void merge_and_store(Output& rO, Softmax& softmax, const QueryTile& tile) const {
         softmax.finish();
         if (this->merge_fixed_splits(rO, softmax, tile)) return;
@@ -377,7 +400,7 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
             merge_if_pending(x);
         }
         k_pipeline.consumer_wait(x.k, x.k_ready);
-        Order::wait(consumer);
+        wait_turn();
         issue_scores(x);
         if constexpr (kUnmasked) {
             x.rescaling.apply(x.rO);
@@ -386,7 +409,7 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
         }
         v_pipeline.consumer_wait(x.v, x.v_ready);
         issue_output(x, rP, kUnmasked || !x.first_iteration);
-        Order::signal_next(consumer);
+        signal_next();
         const auto v_read = x.v;
         x.v.advance();
         const auto finish = [&] {
@@ -417,14 +440,15 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
         constexpr int kNext = kOverlap;  // P V reads one P while the other is written
         Probabilities rP[1 + kNext];
 
-        if constexpr (!kTuning.ping_pong) skip_empty_tiles(x);
+        if constexpr (!kTuning.ping_pong)
+            if (!merges()) skip_empty_tiles(x);
         if (!find_tile(x)) return;
         begin_tile(x);
-        if (consumer == kConsumers - 1) Order::signal_next(consumer);  // consumer 0 starts
+        if (consumer == kConsumers - 1) signal_next();  // consumer 0 starts
         k_pipeline.consumer_wait(x.k);
-        Order::wait(consumer);
+        wait_turn();
         issue_scores(x);
-        Order::signal_next(consumer);
+        signal_next();
         ptx::wgmma_wait<0>();
         compute_p<false>(x, rP[0], true);
         skip(v_pipeline, x.v, x.skipped_tiles, x.v_ready);
@@ -463,13 +487,13 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
         merge_if_pending(x);
         rescale_or_store<false>(x);
         v_pipeline.consumer_wait(x.v);
-        Order::wait(consumer);
+        wait_turn();
         if (odd) {
             issue_output(x, rP[kNext], !x.first_iteration);
         } else {
             issue_output(x, rP[0], !x.first_iteration);
         }
-        Order::signal_next(consumer);
+        signal_next();
         ptx::wgmma_wait<0>();
         warpgroup_fence(x.rO);
         if constexpr (Tiles::kMayHaveFixedSplits)

@@ -171,9 +171,10 @@ struct Fa3ForwardTiles
     FLASH_DEVICE bool has_fixed_splits() const {
         return kMayHaveFixedSplits && params.split_ctas > 0;
     }
-    // Those in which a Q tile sees keys.
+    // Those in which a Q tile sees keys. By a warp.
     FLASH_DEVICE Interval fixed_splits_of(const QueryTile& tile) const {
-        const Interval queries{tile.first_query, tile.first_query + this->queries()};
+        const int first_query = ptx::warp_uniform(tile.first_query);
+        const Interval queries{first_query, first_query + this->queries()};
         return fixed_splits(
             VisibleTiles::of_queries(mask_of(params, tile.sequence), queries, kBlockKV),
             kSplitTiles);
@@ -564,10 +565,11 @@ struct Fa3ForwardTiles
         if (!kMerged && (kSplits || (kMayHaveSplits && params.o_partial != nullptr))) {
             const int64_t first = tile.split * statistics_rows(params) + statistics;
             const int64_t index = index_from(first, row);
-            if (has_row && index >= 0) {
+            if (has_row && index >= 0)
                 params.statistics_partial[index] = {softmax.max(0, i), softmax.sum(0, i)};
-                if (has_fixed_splits())
-                    store_without_keys(params, fixed_splits_of(tile), tile.split, index);
+            if (has_fixed_splits()) {
+                const Interval splits = fixed_splits_of(tile);
+                if (has_row && index >= 0) store_without_keys(params, splits, tile.split, index);
             }
             store_rows(params.o_partial, rO, [&](int row) { return index_from(first, row); });
         } else if (kGroup || (kLast && pack_gqa_log2() > 0)) {

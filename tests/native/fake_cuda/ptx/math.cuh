@@ -13,6 +13,14 @@ inline void add_to(float& sum, float x) { sum += x; }
 inline float lg2(float x) { return std::log2(x); }
 inline float tanh(float x) { return std::tanh(x); }
 inline float rcp(float x) { return 1.f / x; }
+inline uint64_t mul_wide(uint32_t x, uint32_t y) { return uint64_t{x} * y; }
+// A NaN's bits are above all numbers', too.
+inline uint32_t halves_from(uint32_t x, uint32_t threshold) {
+    const auto ones = [&](int shift) -> uint32_t {
+        return (x >> shift & 0x7fff) >= (threshold >> shift & 0x7fff) ? 0xffff : 0;
+    };
+    return ones(16) << 16 | ones(0);
+}
 inline uint32_t bit_range(uint32_t begin, uint32_t width) {
     return static_cast<uint32_t>(((uint64_t{1} << (width < 32 ? width : 32)) - 1) << begin);
 }
