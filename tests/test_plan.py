@@ -1114,6 +1114,27 @@ def test_fa2_backward_stores_dbias(fields: dict, stored: bool, native: ModuleTyp
     assert (launches[-1] == "bias_gradient") != stored
 
 
+@pytest.mark.parametrize(
+    ("fields", "ctas"),
+    [
+        ({"bias_sizes": (1, 2, 300, 304)}, 2),
+        ({"bias_sizes": (2, 1, 300, 304)}, 2),
+        ({"bias_sizes": (1, 1, 300, 304)}, 4),
+        ({"batch": 40, "bias_sizes": (1, 2, 300, 304)}, 7),
+        ({"batch": 3, "seqlen_q": 4096, "seqlen_k": 4096, "bias_sizes": (1, 2, 4096, 4096)}, 1),
+        ({"bias_sizes": (2, 2, 1, 304)}, 0),
+        ({"bias_sizes": (1, 2, 300, 304), "bias_float32": True}, 0),
+        ({"bias_sizes": (1, 2, 300, 304), "dropout": True}, 0),
+    ],
+    ids=str,
+)
+def test_shared_bias_gradient(fields: dict, ctas: int, native: ModuleType) -> None:
+    """Of FA1 and FA2: the CTAs of a tile, or 0 for the general kernel."""
+    for variant in ("fa1", "fa2"):
+        last = problem(native, bias=True, **STORED | fields).backward(variant).launches[-1]
+        assert last == (f"shared_bias_gradient, {ctas}" if ctas else "bias_gradient")
+
+
 def test_gpu_problems_have_every_cluster(native: ModuleType) -> None:
     """Of the gradient of a bias, in tests/test_bias.py."""
     p = problem(native, seqlen_q=128, seqlen_k=128, bias=True, wanted="fa3")

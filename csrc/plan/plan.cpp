@@ -57,13 +57,23 @@ void copy_inputs(Plan& plan) {
 // then.
 void choose_bias_gradient(BackwardPlan& plan) {
     const BackwardParams& params = plan.params;
-    if (params.dbias == nullptr || plan.wanted != Variant::kFa3) return;
-    if (plan.kernel.stored_dbias != StoredDBias::kNo) return;
+    BackwardKernel& kernel = plan.kernel;
+    if (params.dbias == nullptr || kernel.stored_dbias != StoredDBias::kNo) return;
     const Operand operands[] = {operand_of(params, params.q, Rows::kQueries, params.head_dim),
                                 operand_of(params, params.k, Rows::kKeys, params.head_dim),
                                 operand_of(params, params.v, Rows::kKeys, params.head_dim_v),
                                 operand_of(params, params.dout, Rows::kQueries, params.head_dim_v)};
-    plan.kernel.bias_gradient = fa3_bias_gradient_kernel(params, operands, plan.kernel.gpu);
+    if (plan.wanted == Variant::kFa3)
+        kernel.bias_gradient = fa3_bias_gradient_kernel(params, operands, kernel.gpu);
+    if (kernel.bias_gradient || params.bias.sizes[2] != params.seqlen_q ||
+        tuning::find_row(tuning::kSharedBiasGradient, head_dims(params), mma_options_of(params)) ==
+            nullptr)
+        return;
+    kernel.ctas_per_dbias = shared_bias_ctas(params, kernel.gpu);
+    if (kernel.ctas_per_dbias == 1) return;
+    int64_t elements = kernel.ctas_per_dbias;
+    for (const int size : params.bias.sizes) elements *= size;
+    plan.workspace.reserve(kernel.dbias_sums, elements);
 }
 
 cudaError_t copy_if_any(const RowCopies& copies, bool back, cudaStream_t stream) {
@@ -204,7 +214,7 @@ cudaError_t launch(const BackwardPlan& plan, cudaStream_t stream) {
     if (status == cudaSuccess && params.dbias != nullptr &&
         plan.kernel.stored_dbias == StoredDBias::kNo)
         status = plan.kernel.bias_gradient ? run_fa3_bias_gradient(plan, stream)
-                                           : bias_gradient(params, stream);
+                                           : bias_gradient(params, plan.kernel, stream);
     if (status == cudaSuccess && params.dsink != nullptr) status = sink_gradient(params, stream);
     return status == cudaSuccess ? copy_if_any(plan.results, /*back=*/true, stream) : status;
 }

@@ -143,7 +143,10 @@ cudaError_t copy_rows(const RowCopies& copies, bool back, cudaStream_t) {
         copied.push_back({x.batch, x.rows, x.heads, x.cols});
     return copies.count == 0 ? cudaSuccess : note(back ? "copy_rows, back" : "copy_rows");
 }
-cudaError_t bias_gradient(BackwardParams, cudaStream_t) { return note("bias_gradient"); }
+cudaError_t bias_gradient(const BackwardParams&, const BackwardKernel& kernel, cudaStream_t) {
+    return note(kernel.ctas_per_dbias == 0 ? "bias_gradient"
+                                           : text("shared_bias_gradient, ", kernel.ctas_per_dbias));
+}
 cudaError_t combine_splits(const ForwardParams&, HeadDims, cudaStream_t, bool pdl) {
     return note(pdl ? "combine_splits, pdl" : "combine_splits");
 }
