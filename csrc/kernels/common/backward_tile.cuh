@@ -146,8 +146,10 @@ struct BackwardTile {
     static constexpr int kCtasPerSm = kTuning.ctas_per_sm;
     static constexpr int kStages = kTuning.stages;
     static constexpr int kStatisticsStages = kTuning.for_dbias ? 2 : kStages;
-    static constexpr bool kForLessMemory =  // of fa2
-        kTuning != tuning::fa2_backward_shape({kHeadDim, kHeadDimV}, kOptions);
+    static constexpr bool kForLessMemory =  // of fa2, and of dbias
+        kTuning != (kTuning.for_dbias
+                        ? tuning::kSharedBiasTile
+                        : tuning::fa2_backward_shape({kHeadDim, kHeadDimV}, kOptions));
 
     using QTile = SharedTile<Element, kBlockQ, kHeadDim>;
     using DOTile = SharedTile<Element, kBlockQ, kHeadDimV>;

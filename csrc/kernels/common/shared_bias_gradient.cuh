@@ -165,6 +165,7 @@ struct SharedBiasGradient {
 template <class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     shared_bias_gradient_kernel(const __grid_constant__ SharedBiasParams params) {
+    if (!may_run<Tile>()) return __trap();
     const int ctas = params.ctas_per_dbias;
     const int cta = blockIdx.x % ctas;
     const SharedBiasGradient<Tile> gradient{
