@@ -1118,6 +1118,28 @@ def test_fa2_backward_stores_dbias(fields: dict, stored: bool, native: ModuleTyp
 
 
 @pytest.mark.parametrize(
+    ("fields", "copied"),
+    [
+        ({}, 0),  # as it is
+        ({"bias_bool": True}, 2 * 2 * 300 * 304 * 2),
+        ({"bias_bool": True, "bias_sizes": (1, 2, 1, 304)}, 2 * 304 * 2),
+        ({"bias_bool": True, "seqlen_k": 301, "bias_sizes": (1, 2, 1, 301)}, 2 * 304 * 2),
+        ({"bias_bool": True, "bias_sizes": (2, 2, 300, 1)}, 0),  # one column for all
+        ({"bias_float32": True}, 0),
+        ({"bias_bool": True, "softcap": 9.0}, 0),
+        ({"bias_bool": True, "head_dim": 96, "head_dim_v": 96}, 0),
+    ],
+    ids=str,
+)
+def test_fa2_copies_a_bias(fields: dict, copied: int, native: ModuleType) -> None:
+    """If its kernels have tiles of it then."""
+    p = problem(native, bias=True, **STORED | fields)
+    for plan in (p.forward("fa2"), p.backward("fa2")):
+        assert ("tile_bias" == plan.launches[0]) == bool(copied)
+        assert sizes(plan).get("copy of bias", 0) == copied
+
+
+@pytest.mark.parametrize(
     ("fields", "ctas"),
     [
         ({"bias_sizes": (1, 2, 300, 304)}, 2),

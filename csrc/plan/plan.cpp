@@ -2,6 +2,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <vector>
 
 #include "plan/steps.h"
@@ -78,6 +79,18 @@ void choose_bias_gradient(BackwardPlan& plan) {
 
 cudaError_t copy_if_any(const RowCopies& copies, bool back, cudaStream_t stream) {
     return copies.count == 0 ? cudaSuccess : copy_rows(copies, back, stream);
+}
+
+// See copy_bias() in fa2.cpp.
+template <class Plan>
+cudaError_t copy_bias_if_needed(const Plan& plan, cudaStream_t stream) {
+    if (plan.given_bias.data == nullptr) return cudaSuccess;
+    const Bias& bias = plan.params.bias;
+    TiledBias copy{.data = const_cast<void*>(bias.data), .element_bytes = 2, .is_copy = true};
+    std::ranges::copy(bias.sizes, copy.sizes);
+    std::ranges::copy_n(bias.strides, 3, copy.strides);
+    copy.sizes[3] = ceil_div(bias.sizes[3], 8) * 8;
+    return tile_bias(plan.given_bias, plan.params.element_type, copy, stream);
 }
 
 std::string copied_inputs(const Call& call) {
@@ -192,6 +205,7 @@ void make_plan(BackwardPlan& plan, const GpuModel& gpu) {
 
 cudaError_t launch(const ForwardPlan& plan, cudaStream_t stream) {
     cudaError_t status = copy_if_any(plan.inputs, /*back=*/false, stream);
+    if (status == cudaSuccess) status = copy_bias_if_needed(plan, stream);
     if (status == cudaSuccess)
         status = plan.kernel.ctas_per_bias > 0 ? run_short_forward(plan, stream)
                                                : row_for(plan.variant).forward(plan, stream);
@@ -206,6 +220,7 @@ cudaError_t launch(const ForwardPlan& plan, cudaStream_t stream) {
 cudaError_t launch(const BackwardPlan& plan, cudaStream_t stream) {
     const BackwardParams& params = plan.params;
     cudaError_t status = copy_if_any(plan.inputs, /*back=*/false, stream);
+    if (status == cudaSuccess) status = copy_bias_if_needed(plan, stream);
     if (status == cudaSuccess && plan.cu_seqlens_q != nullptr)
         status = sanitize_cu_seqlens(params, plan.cu_seqlens_q, plan.cu_seqlens_k, stream);
     if (status == cudaSuccess)
