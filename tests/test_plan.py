@@ -1135,7 +1135,7 @@ def test_fa2_copies_a_bias(fields: dict, copied: int, native: ModuleType) -> Non
     """If its kernels have tiles of it then."""
     p = problem(native, bias=True, **STORED | fields)
     for plan in (p.forward("fa2"), p.backward("fa2")):
-        assert ("tile_bias" == plan.launches[0]) == bool(copied)
+        assert (plan.launches[0] == "tile_bias") == bool(copied)
         assert sizes(plan).get("copy of bias", 0) == copied
 
 
