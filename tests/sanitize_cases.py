@@ -102,6 +102,9 @@ def cases() -> Iterator[tuple[Problem, str, bool]]:
                 yield from ((x, "auto", True) for x in bias_gradients(base))
                 if max(head_dim, head_dim_v) <= 64:
                     yield from ((x, variant, False) for x in short_sequences(base))
+                tiles = dataclasses.replace(base, seqlen_q=150, seqlen_k=296, window=(40, 30))
+                yield dataclasses.replace(tiles, bias="bhqk"), variant, False
+                yield dataclasses.replace(tiles, bias="11qk", batch=5), variant, False
             yield base, variant, False
             yield dataclasses.replace(base, lengths_q=(40, 30), lengths_k=(65, 9)), variant, False
             if variant == "fa3":  # more forms of its kernels: its group was packed above

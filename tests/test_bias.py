@@ -345,6 +345,20 @@ def test_tiles_against_float64(problem: Problem) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("variant", "d"), (("fa1", 64), ("fa2", 32), ("fa2", 64), ("fa2", 128)))
+@pytest.mark.parametrize("pattern", ("1hqk", "11qk", "b1qk"))
+def test_gradient_of_a_shared_bias(pattern: str, variant: str, d: int) -> None:
+    """Several CTAs share a tile; its sums have an order."""
+    for batch, rows, mask in ((29, (130, 264), {}), (5, (300, 136), {"causal": True}),
+                              (40, (72, 77), {"window": (20, 9)})):  # fmt: skip
+        problem = Problem(batch, *rows, 6, 2, d, bias=pattern, **mask)
+        first = check(problem, variant, "cuda")["dbias"]
+        for _ in range(3):
+            again = run(problem, variant, "cuda")["dbias"]
+            assert_all_bitwise_equal({"dbias": again}, {"dbias": first})
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("keys", (1000, 1024))
 @pytest.mark.parametrize("d", (32, 64, 128))
 def test_tiles_of_rows_with_a_pad(d: int, keys: int) -> None:

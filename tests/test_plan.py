@@ -956,6 +956,9 @@ GRADIENTS = (
 """A call, and of fa3's kernel for the gradient of its bias the tile, the cluster, the head dims."""
 
 
+COMMON_BIAS_GRADIENTS = ("bias_gradient", "shared_bias_gradient")
+
+
 @pytest.mark.parametrize(("call", "expected"), GRADIENTS)
 def test_bias_gradient_of_fa3(call: dict, expected: str, native: ModuleType) -> None:
     """Whichever variant runs the backward, but not for a variant that was asked for by name."""
@@ -964,7 +967,7 @@ def test_bias_gradient_of_fa3(call: dict, expected: str, native: ModuleType) -> 
     p.seqlen_q = p.seqlen_k = call["seqlen"]
     p.head_dim = p.head_dim_v = call["d"]
     for variant in ("fa1", "fa2"):
-        assert p.backward(variant).launches[-1] == "bias_gradient"
+        assert p.backward(variant).launches[-1].split(",")[0] in COMMON_BIAS_GRADIENTS
     p.wanted = "fa3"
     for variant in ("fa1", "fa2"):
         assert p.backward(variant).launches[-1] == f"fa3_bias_gradient, {expected}"
@@ -1118,7 +1121,50 @@ def test_fa3_backward_stores_dbias(fields: dict, expected: str | None, native: M
 def test_fa2_backward_stores_dbias(fields: dict, stored: bool, native: ModuleType) -> None:
     launches = problem(native, bias=True, **STORED | fields).backward("fa2").launches
     assert launches[0].startswith("fa2_backward")
-    assert (launches[-1] == "bias_gradient") != stored
+    assert (launches[-1].split(",")[0] in COMMON_BIAS_GRADIENTS) != stored
+
+
+@pytest.mark.parametrize(
+    ("fields", "copied"),
+    [
+        ({}, 0),  # as it is
+        ({"bias_bool": True}, 2 * 2 * 300 * 304 * 2),
+        ({"bias_bool": True, "bias_sizes": (1, 2, 1, 304)}, 2 * 304 * 2),
+        ({"bias_bool": True, "seqlen_k": 301, "bias_sizes": (1, 2, 1, 301)}, 2 * 304 * 2),
+        ({"bias_bool": True, "bias_sizes": (2, 2, 300, 1)}, 0),  # one column for all
+        ({"bias_float32": True}, 0),
+        ({"bias_bool": True, "softcap": 9.0}, 0),
+        ({"bias_bool": True, "head_dim": 96, "head_dim_v": 96}, 0),
+    ],
+    ids=str,
+)
+def test_fa2_copies_a_bias(fields: dict, copied: int, native: ModuleType) -> None:
+    """If its kernels have tiles of it then."""
+    p = problem(native, bias=True, **STORED | fields)
+    for plan in (p.forward("fa2"), p.backward("fa2")):
+        assert (plan.launches[0] == "tile_bias") == bool(copied)
+        assert sizes(plan).get("copy of bias", 0) == copied
+
+
+@pytest.mark.parametrize(
+    ("fields", "ctas"),
+    [
+        ({"bias_sizes": (1, 2, 300, 304)}, 2),
+        ({"bias_sizes": (2, 1, 300, 304)}, 2),
+        ({"bias_sizes": (1, 1, 300, 304)}, 4),
+        ({"batch": 40, "bias_sizes": (1, 2, 300, 304)}, 7),
+        ({"batch": 3, "seqlen_q": 4096, "seqlen_k": 4096, "bias_sizes": (1, 2, 4096, 4096)}, 1),
+        ({"bias_sizes": (2, 2, 1, 304)}, 0),
+        ({"bias_sizes": (1, 2, 300, 304), "bias_float32": True}, 0),
+        ({"bias_sizes": (1, 2, 300, 304), "softcap": 9.0}, 0),
+    ],
+    ids=str,
+)
+def test_shared_bias_gradient(fields: dict, ctas: int, native: ModuleType) -> None:
+    """Of FA1 and FA2: the CTAs of a tile, or 0 for the general kernel."""
+    for variant in ("fa1", "fa2"):
+        last = problem(native, bias=True, **STORED | fields).backward(variant).launches[-1]
+        assert last == (f"shared_bias_gradient, {ctas}" if ctas else "bias_gradient")
 
 
 def test_gpu_problems_have_every_cluster(native: ModuleType) -> None:

@@ -10,7 +10,7 @@
 #include <cstdint>
 
 #include "plan/call.h"
-#include "plan/tuning.h"
+#include "plan/tuning_backward.h"
 #include "plan/workspace_rows.cuh"
 #include "problem/append_kv.h"
 #include "problem/mask.cuh"
@@ -419,6 +419,26 @@ inline int dbias_ctas(const BackwardParams& params, int block_q, int block_kv,
     };
     int best = 1;
     for (int ctas = 2; ctas <= min_of<int64_t>(walk, kMaxClusterSplits); ++ctas)
+        if (time(ctas) < time(best)) best = ctas;
+    return best;
+}
+
+// The CTAs that share the walk of a tile of dbias, where batch elements or heads share the bias.
+// Their sums are stored and added, which takes the time of a step for so many elements (estimates).
+inline int shared_bias_ctas(const BackwardParams& params, const GpuModel& gpu) {
+    constexpr int kOverhead = 5;
+    constexpr int kElementsPerStep = 750'000;
+    constexpr int kMost = 8;
+    constexpr int kBlock = tuning::kSharedBiasTile.block_q;
+    const int64_t tiles = dbias_tile_count(params.bias, kBlock, kBlock);
+    const int64_t walk = dbias_walk(params, kBlock, kBlock);
+    const auto time = [&](int64_t ctas) {
+        const int64_t stored = ctas == 1 ? 0 : ctas * tiles * (kBlock * kBlock) / kElementsPerStep;
+        return ceil_div<int64_t>(tiles * ctas, gpu.sms) * (kOverhead + ceil_div(walk, ctas)) +
+               stored;
+    };
+    int best = 1;
+    for (int ctas = 2; ctas <= min_of<int64_t>(walk, kMost); ++ctas)
         if (time(ctas) < time(best)) best = ctas;
     return best;
 }

@@ -14,10 +14,35 @@ std::string fa2_unsupported_reason(const Call& call, Pass pass) {
     return Fa2Kernels::unsupported_reason(call, pass);
 }
 
+// A bias of bool, or with unaligned rows, is copied first if a kernel has tiles of it then: bool as
+// 0 and -inf in 16 bits.
+template <auto& kTable, class Plan>
+void copy_bias(Plan& plan) {
+    auto& params = plan.params;
+    Bias& bias = params.bias;
+    if (!may_have_bias_tiles(params) || has_bias_tiles(params) || bias.type == BiasType::kFloat32)
+        return;
+    const OptionSet needed =
+        options_of(params) | only_if(params.batch_invariant, OptionSet::kRareScale);
+    const auto* row = tuning::find_row(kTable, head_dims(params), needed);
+    if (row == nullptr || !has_bias_tiles(row->options.set_for(needed))) return;
+    plan.given_bias = bias;
+    bias.type = BiasType::kElement;
+    int64_t elements = ceil_div(bias.sizes[3], 8) * 8;
+    for (const int dim : {2, 1, 0}) {
+        bias.strides[dim] = bias.sizes[dim] == 1 ? 0 : elements;
+        elements *= bias.sizes[dim];
+    }
+    alignas(16) static constexpr char kAligned[16]{};
+    bias.data = kAligned;  // until the workspace has memory
+    plan.workspace.reserve(const_cast<void*&>(bias.data), 2 * elements);
+}
+
 void plan_fa2_forward(ForwardPlan& plan) {
     if (plan_short_forward(plan)) return;
     // An SM has 1 KB more shared memory than a CTA may have, and reserves 1 KB for each CTA.
     constexpr int kReserved = 1024;
+    copy_bias<tuning::kFa2Forward>(plan);
     ForwardParams& params = plan.params;
     const GpuModel& gpu = plan.kernel.gpu;
     // With pages there is only the general tile. A rare scale asks for it without pages, too.
@@ -52,6 +77,7 @@ bool stores_dbias(const BackwardPlan& plan) {
 
 void plan_fa2_backward(BackwardPlan& plan) {
     if (plan_short_backward(plan)) return;
+    copy_bias<tuning::kFa2Backward>(plan);
     Fa2Kernels::plan_backward(plan);
     if (stores_dbias(plan)) {
         plan.kernel.stored_dbias = StoredDBias::kStored;

@@ -73,8 +73,9 @@ struct BackwardKernel {
     HeadDims head_dims{};
     OptionSet options;
     GpuModel gpu;
-    std::optional<BiasGradientKernel> bias_gradient;  // none: the common one
-    int ctas_per_bias = 0;                            // as in a forward
+    std::optional<BiasGradientKernel> bias_gradient;  // none: the common one, or with
+    int ctas_per_dbias = 0;       // for a tile: that of a bias which batch elements or heads share
+    int ctas_per_bias = 0;        // as in a forward
     float* dbias_sums = nullptr;  // theirs, if they are several, in the workspace
     // FA3:
     bool many_queries = false;
@@ -169,7 +170,8 @@ cudaError_t combine_splits(const ForwardParams& params, HeadDims dims, cudaStrea
 cudaError_t backward_preprocess(const BackwardParams& params, int block_q, cudaStream_t stream);
 
 // After a variant's backward, whose workspace they read.
-cudaError_t bias_gradient(BackwardParams params, cudaStream_t stream);
+cudaError_t bias_gradient(const BackwardParams& params, const BackwardKernel& kernel,
+                          cudaStream_t stream);
 cudaError_t sink_gradient(const BackwardParams& params, cudaStream_t stream);
 // dk and dv as the sums over parts, whose gradients are in params.dk and params.dv.
 cudaError_t sum_parts(const BackwardParams& params, TensorView dk, TensorView dv,

@@ -2,6 +2,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <vector>
 
 #include "plan/steps.h"
@@ -57,17 +58,39 @@ void copy_inputs(Plan& plan) {
 // then.
 void choose_bias_gradient(BackwardPlan& plan) {
     const BackwardParams& params = plan.params;
-    if (params.dbias == nullptr || plan.wanted != Variant::kFa3) return;
-    if (plan.kernel.stored_dbias != StoredDBias::kNo) return;
+    BackwardKernel& kernel = plan.kernel;
+    if (params.dbias == nullptr || kernel.stored_dbias != StoredDBias::kNo) return;
     const Operand operands[] = {operand_of(params, params.q, Rows::kQueries, params.head_dim),
                                 operand_of(params, params.k, Rows::kKeys, params.head_dim),
                                 operand_of(params, params.v, Rows::kKeys, params.head_dim_v),
                                 operand_of(params, params.dout, Rows::kQueries, params.head_dim_v)};
-    plan.kernel.bias_gradient = fa3_bias_gradient_kernel(params, operands, plan.kernel.gpu);
+    if (plan.wanted == Variant::kFa3)
+        kernel.bias_gradient = fa3_bias_gradient_kernel(params, operands, kernel.gpu);
+    if (kernel.bias_gradient || params.bias.sizes[2] != params.seqlen_q ||
+        tuning::find_row(tuning::kSharedBiasGradient, head_dims(params), mma_options_of(params)) ==
+            nullptr)
+        return;
+    kernel.ctas_per_dbias = shared_bias_ctas(params, kernel.gpu);
+    if (kernel.ctas_per_dbias == 1) return;
+    int64_t elements = kernel.ctas_per_dbias;
+    for (const int size : params.bias.sizes) elements *= size;
+    plan.workspace.reserve(kernel.dbias_sums, elements);
 }
 
 cudaError_t copy_if_any(const RowCopies& copies, bool back, cudaStream_t stream) {
     return copies.count == 0 ? cudaSuccess : copy_rows(copies, back, stream);
+}
+
+// See copy_bias() in fa2.cpp.
+template <class Plan>
+cudaError_t copy_bias_if_needed(const Plan& plan, cudaStream_t stream) {
+    if (plan.given_bias.data == nullptr) return cudaSuccess;
+    const Bias& bias = plan.params.bias;
+    TiledBias copy{.data = const_cast<void*>(bias.data), .element_bytes = 2, .is_copy = true};
+    std::ranges::copy(bias.sizes, copy.sizes);
+    std::ranges::copy_n(bias.strides, 3, copy.strides);
+    copy.sizes[3] = ceil_div(bias.sizes[3], 8) * 8;
+    return tile_bias(plan.given_bias, plan.params.element_type, copy, stream);
 }
 
 std::string copied_inputs(const Call& call) {
@@ -182,6 +205,7 @@ void make_plan(BackwardPlan& plan, const GpuModel& gpu) {
 
 cudaError_t launch(const ForwardPlan& plan, cudaStream_t stream) {
     cudaError_t status = copy_if_any(plan.inputs, /*back=*/false, stream);
+    if (status == cudaSuccess) status = copy_bias_if_needed(plan, stream);
     if (status == cudaSuccess)
         status = plan.kernel.ctas_per_bias > 0 ? run_short_forward(plan, stream)
                                                : row_for(plan.variant).forward(plan, stream);
@@ -196,6 +220,7 @@ cudaError_t launch(const ForwardPlan& plan, cudaStream_t stream) {
 cudaError_t launch(const BackwardPlan& plan, cudaStream_t stream) {
     const BackwardParams& params = plan.params;
     cudaError_t status = copy_if_any(plan.inputs, /*back=*/false, stream);
+    if (status == cudaSuccess) status = copy_bias_if_needed(plan, stream);
     if (status == cudaSuccess && plan.cu_seqlens_q != nullptr)
         status = sanitize_cu_seqlens(params, plan.cu_seqlens_q, plan.cu_seqlens_k, stream);
     if (status == cudaSuccess)
@@ -204,7 +229,7 @@ cudaError_t launch(const BackwardPlan& plan, cudaStream_t stream) {
     if (status == cudaSuccess && params.dbias != nullptr &&
         plan.kernel.stored_dbias == StoredDBias::kNo)
         status = plan.kernel.bias_gradient ? run_fa3_bias_gradient(plan, stream)
-                                           : bias_gradient(params, stream);
+                                           : bias_gradient(params, plan.kernel, stream);
     if (status == cudaSuccess && params.dsink != nullptr) status = sink_gradient(params, stream);
     return status == cudaSuccess ? copy_if_any(plan.results, /*back=*/true, stream) : status;
 }

@@ -100,6 +100,7 @@ struct ForwardPlan {
     std::optional<FewQueries> few_queries;
     Workspace workspace;
     RowCopies inputs, results;  // in the place of rows that TMA cannot address
+    Bias given_bias;            // FA2: if the kernels have a copy, with aligned rows
 };
 
 struct BackwardPlan {
@@ -110,6 +111,7 @@ struct BackwardPlan {
     BackwardKernel kernel;
     Workspace workspace;
     RowCopies inputs, results;
+    Bias given_bias;
     // The call's dK and dV, if the kernels write the parts' gradients.
     TensorView dk, dv;
     // The call's, if varlen is computed deterministically: the kernels read others, see

@@ -14,8 +14,9 @@ struct MmaBackwardShape {
     int warps_kv;       // block_kv = keys_per_warp * warps_kv
     int warps_d = 1;    // warps that share these rows, see backward_tile.cuh
     int ctas_per_sm = 1;
-    int dq_slices = 1;  // of columns, in which dQ is computed to save registers
-    int stages = 2;     // stages of the pipeline of Q tiles with their dO
+    int dq_slices = 1;       // of columns, in which dQ is computed to save registers
+    int stages = 2;          // stages of the pipeline of Q tiles with their dO
+    bool for_dbias = false;  // no other gradient comes of it
 
     constexpr bool operator==(const MmaBackwardShape&) const = default;
 };
@@ -106,6 +107,23 @@ struct BiasGradientRow {
 
 inline constexpr BiasGradientRow kBiasGradient[] = {
     {{32, 32}}, {{64, 64}}, {{128, 128}}, {{256, 256}}};
+
+// Of a bias that only batch elements and heads share: large tiles, so that L2 is not the limit, or
+// smaller ones where shared memory does not suffice.
+inline constexpr MmaBackwardShape kSharedBiasTile{.block_q = 128,
+                                                  .keys_per_warp = 32,
+                                                  .warps_kv = 4,
+                                                  .warps_d = 2,
+                                                  .stages = 1,
+                                                  .for_dbias = true};
+inline constexpr MmaBackwardShape kSmallSharedBiasTile{.block_q = 64,
+                                                       .keys_per_warp = 32,
+                                                       .warps_kv = 2,
+                                                       .warps_d = 2,
+                                                       .stages = 1,
+                                                       .for_dbias = true};
+inline constexpr BiasGradientRow kSharedBiasGradient[] = {
+    {{32, 32}, {1, {kFa2Bias}}}, {{64, 64}, {1, {kFa2Bias}}}, {{128, 128}, {1, {kFa2Bias}}}};
 
 // FA3's, for Hopper. `small`: if the scores of a head are one such tile.
 struct Fa3BiasGradientShape {

@@ -189,16 +189,20 @@ inline OptionSet options_of(const AttentionParams& params) {
            only_if(params.tile_mask.kv_tiles != nullptr, kMask);
 }
 
-// Can FA2 copy tiles of the bias to shared memory, 16 bytes at a time? What a tile has beyond the
-// bias is then beyond the sequence.
+// Can FA2 bring tiles of the bias to shared memory, if it is in 16 bits, with rows that start on
+// 16-byte boundaries? What a tile has beyond the bias is then beyond the sequence.
+inline bool may_have_bias_tiles(const AttentionParams& params) {
+    const Bias& bias = params.bias;
+    return bias.data != nullptr && params.cu_seqlens_q == nullptr &&
+           params.cu_seqlens_k == nullptr && bias.sizes[3] > 1 &&
+           bias.sizes[3] == params.seqlen_k &&
+           (bias.sizes[2] == 1 || bias.sizes[2] == params.seqlen_q);
+}
 inline bool has_bias_tiles(const AttentionParams& params) {
     const Bias& bias = params.bias;
     int64_t misaligned = reinterpret_cast<uintptr_t>(bias.data) % 16;
     for (int dim = 0; dim < 3; ++dim) misaligned |= bias.strides[dim] % 8;
-    return bias.type == BiasType::kElement && misaligned == 0 && params.cu_seqlens_q == nullptr &&
-           params.cu_seqlens_k == nullptr && bias.sizes[3] > 1 &&
-           bias.sizes[3] == params.seqlen_k &&
-           (bias.sizes[2] == 1 || bias.sizes[2] == params.seqlen_q);
+    return may_have_bias_tiles(params) && bias.type == BiasType::kElement && misaligned == 0;
 }
 
 // What the kernels of FA1 and FA2 need: other biases as other unaligned rows.

@@ -144,7 +144,13 @@ cudaError_t copy_rows(const RowCopies& copies, bool back, cudaStream_t) {
         copied.push_back({x.batch, x.rows, x.heads, x.cols});
     return copies.count == 0 ? cudaSuccess : note(back ? "copy_rows, back" : "copy_rows");
 }
-cudaError_t bias_gradient(BackwardParams, cudaStream_t) { return note("bias_gradient"); }
+cudaError_t tile_bias(const Bias&, ElementType, const TiledBias&, cudaStream_t) {
+    return note("tile_bias");
+}
+cudaError_t bias_gradient(const BackwardParams&, const BackwardKernel& kernel, cudaStream_t) {
+    return note(kernel.ctas_per_dbias == 0 ? "bias_gradient"
+                                           : text("shared_bias_gradient, ", kernel.ctas_per_dbias));
+}
 cudaError_t combine_splits(const ForwardParams&, HeadDims, cudaStream_t, bool pdl) {
     return note(pdl ? "combine_splits, pdl" : "combine_splits");
 }
@@ -229,7 +235,7 @@ struct Problem {
     bool repeated_rows = false;  // of k
     std::string wanted;          // the variant; empty: that whose backward runs
     int bias_sizes[4] = {1, 1, 1, 1};
-    bool bias_float32 = false;
+    bool bias_float32 = false, bias_bool = false;
     float dbias_factor = 1.f;
     std::string odd_rows;         // the names of tensors whose rows begin at any address
     bool expanded_heads = false;  // of k and v
@@ -321,6 +327,7 @@ struct Problem {
         params.softcap = static_cast<float>(softcap);
         if (bias) params.bias.data = kMemory;
         if (bias_float32) params.bias.type = BiasType::kFloat32;
+        if (bias_bool) params.bias.type = BiasType::kBool;
         std::ranges::copy(bias_sizes, params.bias.sizes);
         if (sink) params.sink = reinterpret_cast<float*>(kMemory);
         if (alibi) params.alibi_slopes = reinterpret_cast<float*>(kMemory);
@@ -365,6 +372,7 @@ struct Problem {
             {"o_partial", &params.o_partial},
             {"statistics_partial", &params.statistics_partial},
             {"counters", &params.counters},
+            {"copy of bias", &params.bias.data},
             {"q", &params.q.data},
             {"k", &params.k.data},
             {plan.kernel.row_major_v ? "v_transposed" : "v", &params.v.data},
@@ -391,7 +399,7 @@ struct Problem {
         BackwardParams& params = plan.params;
         fill(params);
         params.deterministic = deterministic;
-        if (bias) params.dbias = kMemory;
+        if (bias && !bias_bool) params.dbias = kMemory;
         params.dbias_factor = dbias_factor;
         if (!wanted.empty()) plan.wanted = *variant_of(wanted);
         if (sink) params.dsink = reinterpret_cast<float*>(kMemory);
@@ -415,6 +423,7 @@ struct Problem {
                               {"ds", &plan.kernel.ds},
                               {"dbias_sums", &plan.kernel.dbias_sums},
                               {"bias", &plan.kernel.bias.data},
+                              {"copy of bias", &params.bias.data},
                               {"dbias", &plan.kernel.dbias.data},
                               {"q", &params.q.data},
                               {"k", &params.k.data},
@@ -515,6 +524,7 @@ PYBIND11_MODULE(MODULE, m) {
                 std::ranges::copy(sizes, p.bias_sizes);
             })
         .def_readwrite("bias_float32", &Problem::bias_float32)
+        .def_readwrite("bias_bool", &Problem::bias_bool)
         .def_readwrite("dbias_factor", &Problem::dbias_factor)
         .def_readwrite("fp8", &Problem::fp8)
         .def_readwrite("int8", &Problem::int8)

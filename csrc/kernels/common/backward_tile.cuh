@@ -116,6 +116,14 @@ struct DQAccum {
     }
 };
 
+// A member of SharedStorage, empty where only dbias is computed.
+template <bool kStored, class Tile, int kWarpsD>
+struct DSStorage {
+    char tiles[kWarpsD > 1 ? 2 : 1][Tile::kBytes];
+};
+template <class Tile, int kWarpsD>
+struct DSStorage<false, Tile, kWarpsD> {};
+
 template <class Element_, int kHeadDim_, int kHeadDimV_, OptionSet kOptions_,
           tuning::MmaBackwardShape kTuning>
 struct BackwardTile {
@@ -138,8 +146,11 @@ struct BackwardTile {
     static constexpr int kBlockKV = kKeysPerWarp * kWarpsKV;
     static constexpr int kCtasPerSm = kTuning.ctas_per_sm;
     static constexpr int kStages = kTuning.stages;
-    static constexpr bool kForLessMemory =  // of fa2
-        kTuning != tuning::fa2_backward_shape({kHeadDim, kHeadDimV}, kOptions);
+    static constexpr int kStatisticsStages = kTuning.for_dbias ? 2 : kStages;
+    static constexpr bool kForLessMemory =  // of fa2, and of dbias
+        kTuning != (kTuning.for_dbias
+                        ? tuning::kSharedBiasTile
+                        : tuning::fa2_backward_shape({kHeadDim, kHeadDimV}, kOptions));
 
     using QTile = SharedTile<Element, kBlockQ, kHeadDim>;
     using DOTile = SharedTile<Element, kBlockQ, kHeadDimV>;
@@ -163,11 +174,12 @@ struct BackwardTile {
     struct SharedStorage {
         char k[KTile::kBytes];
         char v[VTile::kBytes];
-        char ds_p[kWarpsD > 1 ? 2 : 1][PTile::kBytes];  // dS^T and, where warps share it, P^T
+        // dS^T and, where warps share it, P^T.
+        [[no_unique_address]] DSStorage<!kTuning.for_dbias, PTile, kWarpsD> ds_p;
         char q[kStages][QTile::kBytes];
         char dout[kStages][DOTile::kBytes];
         [[no_unique_address]] BiasRowsStorage<kBiasTiles, BiasTile, kStages> bias;
-        Statistics statistics[kStages];
+        Statistics statistics[kStatisticsStages];
         [[no_unique_address]] QTileMaskStorage<kMayHaveMask, kStages, kBlockQ> mask;
         alignas(16) int work_index;
         alignas(16) TileCoord tile_coord;
@@ -227,14 +239,23 @@ struct BackwardTile {
         }
     }
 
-    FLASH_DEVICE void load_kv(int first_key) const {
-        const KeyRows keys = key_rows(params, sequence);
+    FLASH_DEVICE void load_k(int first_key) const {
         load_tile<KTile, kThreads, kUnaligned>(
-            k_tile(), keys.tile<Element>(params.k, head_k, first_key, params.head_dim),
+            k_tile(),
+            key_rows(params, sequence)
+                .template tile<Element>(params.k, head_k, first_key, params.head_dim),
             params.aligned);
+    }
+    FLASH_DEVICE void load_v(int first_key) const {
         load_tile<VTile, kThreads, kUnaligned>(
-            v_tile(), keys.tile<Element>(params.v, head_k, first_key, params.head_dim_v),
+            v_tile(),
+            key_rows(params, sequence)
+                .template tile<Element>(params.v, head_k, first_key, params.head_dim_v),
             params.aligned);
+    }
+    FLASH_DEVICE void load_kv(int first_key) const {
+        load_k(first_key);
+        load_v(first_key);
     }
 
     // Addresses in shared memory; those of Q and dO are an iteration's. With a single stage they
@@ -272,7 +293,7 @@ struct BackwardTile {
     }
 
     FLASH_DEVICE Statistics& statistics(int stage) const {
-        return shared_storage<SharedStorage>().statistics[stage % kStages];
+        return shared_storage<SharedStorage>().statistics[stage % kStatisticsStages];
     }
 
     // Fetches lse, delta and reference of a Q tile, which the preprocess pass has left in HBM.

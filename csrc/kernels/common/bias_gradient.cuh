@@ -9,6 +9,7 @@
 #pragma once
 
 #include "kernels/common/backward_tile.cuh"
+#include "kernels/common/shared_bias_gradient.cuh"
 #include "plan/tuning_backward.h"
 #include "plan/workspace_rows.cuh"
 #include "problem/sequences.cuh"
@@ -69,36 +70,6 @@ struct BiasGradient {
             runs_of_q_block(params, sequence.batch, head, q_tile * Tile::kBlockQ / kMaskBlock),
             first_key / kMaskBlock);
     }
-
-    // A tile of dbias from the warps' sums, through shared memory as [query][key].
-    FLASH_DEVICE void store(Scores& sum, int batch, int head, int q_tile, int kv_tile) const {
-        auto* sSum = reinterpret_cast<float*>(dynamic_shared());
-        const int first_key = warp_id() % Tile::kWarpsKV * Tile::kKeysPerWarp + lane_row();
-        const int first_query = warp_id() / Tile::kWarpsKV * Scores::kCols + lane_col();
-        sum.for_each([&](float x, int key, int query) {
-            sSum[(first_query + query) * Tile::kBlockKV + first_key + key] = x;
-        });
-        __syncthreads();  // the sums of all warps are complete
-
-        const Bias& bias = params.bias;
-        const int queries = bias.sizes[2] == 1 ? 1 : Tile::kBlockQ;
-        const int keys = bias.sizes[3] == 1 ? 1 : Tile::kBlockKV;
-        for (int element = threadIdx.x; element < queries * keys; element += Tile::kThreads) {
-            const int query = element / keys;
-            const int key = element % keys;
-            const int row = q_tile * Tile::kBlockQ + query;
-            const int col = kv_tile * Tile::kBlockKV + key;
-            if (row >= bias.sizes[2] || col >= bias.sizes[3]) continue;
-            float total = 0.f;
-            for (int i = query; i < Tile::kBlockQ; i += queries)
-                for (int j = key; j < Tile::kBlockKV; j += keys)
-                    total += sSum[i * Tile::kBlockKV + j];
-            total *= params.dbias_factor;
-            const int64_t matrix = int64_t{batch} * bias.sizes[1] + head;
-            const int64_t index = (matrix * bias.sizes[2] + row) * bias.sizes[3] + col;
-            store_dbias<typename Tile::Element>(params, index, total);
-        }
-    }
 };
 
 template <class Tile>
@@ -119,10 +90,12 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
         for (int head = heads.begin; head < heads.end; ++head)
             gradient.add_head(sum, sequence, head, q_tile, kv_tile);
     }
-    gradient.store(sum, batch_own, head_own, q_tile, kv_tile);
+    store_dbias_sums<Tile>(params, sum, {batch_own, head_own, q_tile, kv_tile});
 }
 
-cudaError_t bias_gradient(BackwardParams params, cudaStream_t stream) {
+cudaError_t bias_gradient(const BackwardParams& params, const BackwardKernel& kernel,
+                          cudaStream_t stream) {
+    if (kernel.ctas_per_dbias > 0) return shared_bias_gradient(params, kernel, stream);
     const auto* row = tuning::find_row(tuning::kBiasGradient, {params.head_dim, params.head_dim_v});
     if (row == nullptr) return kNoKernel;
     return dispatch_head_dims<tuning::kBiasGradient>(row->head_dims, [&](auto dim, auto) {
