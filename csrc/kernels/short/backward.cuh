@@ -32,21 +32,21 @@ struct ShortBackwardParams : ShortParams<BackwardParams> {
     float* dbias_sums;  // (biases, ctas_per_bias, 64, 64), if ctas_per_bias > 1
 };
 
-// Element `index` of tile `bias` of dbias, from the sums of its scores.
+// An element of tile `bias` of dbias, from the sums of its scores.
 template <class Element>
-FLASH_DEVICE void store_dbias(const ShortBackwardParams& params, int bias, uint32_t index,
-                              const float* sums) {
+FLASH_DEVICE void sum_dbias(const ShortBackwardParams& params, int bias, int own_row, int own_col,
+                            const float* sums) {
     constexpr int kBlock = tuning::kShortBlock;
-    const uint32_t queries = params.bias.sizes[2], keys = params.bias.sizes[3];
-    const Interval rows = contributing(queries, static_cast<int>(index / keys), params.seqlen_q);
-    const Interval cols = contributing(keys, static_cast<int>(index % keys), params.seqlen_k);
+    const int queries = params.bias.sizes[2], keys = params.bias.sizes[3];
+    const Interval rows = contributing(queries, own_row, params.seqlen_q);
+    const Interval cols = contributing(keys, own_col, params.seqlen_k);
     float total = 0.f;
     for (int row = rows.begin; row < rows.end; ++row)
         for (int col = cols.begin; col < cols.end; ++col)
 #pragma unroll 8
             for (int cta = 0; cta < params.ctas_per_bias; ++cta)
                 total += sums[(cta * kBlock + row) * kBlock + col];
-    store_dbias<Element>(params, int64_t{bias} * (queries * keys) + index,
+    store_dbias<Element>(params, (int64_t{bias} * queries + own_row) * keys + own_col,
                          total * params.dbias_factor);
 }
 
@@ -221,9 +221,9 @@ struct ShortBackward : ShortTile<Element, kHeadDim, kOptions, ShortBackwardParam
             store_rows(GlobalTile<float>{sums + warp_row() * kBlock, kBlock, kRows, kBlock}, dbias);
             if (!alone) return;
             __syncthreads();  // the sums of all warps are there
-            const uint32_t elements = params.bias.sizes[2] * params.bias.sizes[3];
-            for (uint32_t i = threadIdx.x; i < elements; i += kThreads)
-                store_dbias<Element>(params, bias, i, sums);
+            for (int row = warp_id(); row < params.bias.sizes[2]; row += kThreads / 32)
+                for (int col = lane_id(); col < params.bias.sizes[3]; col += 32)
+                    sum_dbias<Element>(params, bias, row, col, sums);
         }
     }
 };
@@ -232,13 +232,14 @@ template <class Element>
 __global__ void __launch_bounds__(tuning::kShortThreads)
     short_dbias_kernel(const __grid_constant__ ShortBackwardParams params) {
     constexpr int kSums = tuning::kShortBlock * tuning::kShortBlock;
-    const uint32_t elements = params.bias.sizes[2] * params.bias.sizes[3];
-    const uint32_t blocks = ceil_div<uint32_t>(elements, tuning::kShortThreads);
-    const uint32_t index = blockIdx.x % blocks * tuning::kShortThreads + threadIdx.x;
-    const int bias = static_cast<int>(blockIdx.x / blocks);
-    if (index >= elements) return;
-    store_dbias<Element>(params, bias, index,
-                         params.dbias_sums + int64_t{bias} * params.ctas_per_bias * kSums);
+    const int queries = params.bias.sizes[2], keys = params.bias.sizes[3];
+    const int blocks = ceil_div(queries * keys, tuning::kShortThreads);  // of a tile of the bias
+    const int block = static_cast<int>(blockIdx.x) % blocks;
+    const int index = block * tuning::kShortThreads + static_cast<int>(threadIdx.x);
+    const int bias = static_cast<int>(blockIdx.x) / blocks;
+    if (index >= queries * keys) return;
+    sum_dbias<Element>(params, bias, index / keys, index % keys,
+                       params.dbias_sums + int64_t{bias} * params.ctas_per_bias * kSums);
 }
 
 template <int kHeadDim, int kHeadDimV>
