@@ -95,8 +95,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         // V's descales of each Q tile, in the stages of their descriptions.
         uint64_t v_descales_full[Tiles::WorkTiles::kStages];
         alignas(sizeof(float2)) float v_descales[Tiles::WorkTiles::kStages][kHeadDimV];
-        // O on its way to memory, of each consumer warp.
-        alignas(1024) char lines[kConsumers * 4][LineTile<__half>::kBytes];
+        alignas(1024) char lines[kConsumers * 4][LineTile<__half>::kBytes];  // of O, by warps
         // How far each consumer thread has cooled its two rows (fp8_softmax.cuh), in powers of two.
         uint8_t cooling[kConsumers * 128][2];
     };
