@@ -1,4 +1,4 @@
-// The form of fp8_softmax.cuh for head dim 64, where matmuls are short and the instructions of an
+// The form of fp8_softmax.cuh up to head dim 96, where matmuls are short and the instructions of an
 // exact maximum are not hidden.
 //
 // m begins two above the maximum, and P is 2^(S scale - m + 7): so P is at most 32 then, and scores

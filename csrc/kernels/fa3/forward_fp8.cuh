@@ -10,8 +10,9 @@
 //   the registers of S, and added to O in float32, which is rescaled by the same FMA. It is
 //   complete before S' = Q K^T starts.
 // - So a consumer's own steps do not overlap, and tiles have more keys. Consumers compute most
-//   exponentials in turns: each beside the matmuls of the other one. At head dim 64, with its other
-//   softmax, they order their matmuls (ping-pong). O is stored beside the next Q tile's first S.
+//   exponentials in turns: each beside the matmuls of the other one. Up to head dim 96, with
+//   another softmax, they order their matmuls (ping-pong). O is stored beside the next Q tile's
+//   first S.
 // - Q, K and V have descales. The softmax multiplies scores by Q's and K's (fp8_softmax.cuh); O is
 //   multiplied by V's before it is stored.
 //
@@ -88,15 +89,13 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
 
     struct SharedStorage : Tiles::SharedStorage,
                            std::conditional_t<kMayTransposeV, RowMajorV, Nothing> {
-        // A barrier for each consumer: its turn to compute exponentials.
-        uint64_t turns[kConsumers];
-        int zero;               // is 0, which the compiler does not know
-        uint64_t partial_full;  // of a tile of V^T whose last group of keys has unused ones
+        uint64_t turns[kConsumers];  // of each consumer, to compute exponentials
+        int zero;                    // is 0, which the compiler does not know
+        uint64_t partial_full;       // of a tile of V^T whose last group of keys has unused ones
         // V's descales of each Q tile, in the stages of their descriptions.
         uint64_t v_descales_full[Tiles::WorkTiles::kStages];
         alignas(sizeof(float2)) float v_descales[Tiles::WorkTiles::kStages][kHeadDimV];
-        // O on its way to memory, of each consumer warp.
-        alignas(1024) char lines[kConsumers * 4][LineTile<__half>::kBytes];
+        alignas(1024) char lines[kConsumers * 4][LineTile<__half>::kBytes];  // of O, by warps
         // How far each consumer thread has cooled its two rows (fp8_softmax.cuh), in powers of two.
         uint8_t cooling[kConsumers * 128][2];
     };
@@ -104,7 +103,6 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
     SharedStorage& storage = shared_storage<SharedStorage>();
 
     using Tiles::Tiles;
-
     // Has the KV tile keys of two blocks of descales?
     static constexpr bool kTwoKScales = kDescaleRows % kBlockKV != 0;
     // If so, and if this holds, the second block begins with key kDescaleRows of the tile.
@@ -489,7 +487,6 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
                                          StoreRowsByLines{ptx::shared_address(lines)});
     }
 
-    // O of the previous Q tile.
     FLASH_DEVICE void store_previous(State& x) const {
         store(x);
         x.rO.clear();
