@@ -339,9 +339,9 @@ inline constexpr Fa3DecodeRow kFa3Decode8Bits[] = {
      .lengths = {.warps = 16, .stages = 3}},
     {.head_dims = {128, 128},
      .few_rows = {.rows = 8, .stages = 1, .ctas_per_sm = 2},
-     .many_keys = {.warps = 16, .stages = 1},
+     .many_keys = {.warps = 12, .stages = 2},
      .many_rows = {.rows = 32, .stages = 2},
-     .lengths = {.warps = 16, .stages = 1}},
+     .lengths = {.warps = 12, .stages = 2}},
     {.head_dims = {256, 256}, .few_rows = {.stages = 1}},
 };
 
