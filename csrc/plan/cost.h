@@ -313,7 +313,7 @@ struct DecodeSplits {
 //
 // With 8 bits a CTA computes twice as many scores from the same bytes, and that counts where an SM
 // has two CTAs and others none. So there are also clusters of two, which all SMs run. Fitted to the
-// table in docs/notes/037-8-bit-decoding.md.
+// table in docs/notes/038-8-bit-decoding.md.
 inline DecodeSplits decode_splits(const AttentionParams& params, const MaskSummary& mask,
                                   int64_t tiles, tuning::Fa3DecodeTile tile, int ctas_per_sm,
                                   const GpuModel& gpu) {
