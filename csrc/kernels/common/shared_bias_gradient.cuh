@@ -80,6 +80,13 @@ FLASH_HOST_DEVICE int64_t dbias_elements(const Bias& bias) {
     return int64_t{bias.sizes[0]} * bias.sizes[1] * bias.sizes[2] * bias.sizes[3];
 }
 
+// A place in the walk. Counted on, since to divide costs as much as a few elements.
+struct SharedBiasStep {
+    int left;  // steps, this one included
+    int batch;
+    int head;
+};
+
 template <class Tile>
 struct SharedBiasGradient {
     using Walk = typename Tile::Walk;
@@ -87,77 +94,86 @@ struct SharedBiasGradient {
     const SharedBiasParams& params;
     DBiasTile own;
 
-    FLASH_DEVICE int first_query() const { return own.q_tile * Tile::kBlockQ; }
+    FLASH_DEVICE bool shares_heads() const { return params.bias.sizes[1] == 1; }
+    FLASH_DEVICE int heads() const { return shares_heads() ? params.heads_q : 1; }
     FLASH_DEVICE int first_key() const { return own.kv_tile * Tile::kBlockKV; }
 
-    // Step n of the walk: a batch element and a head.
-    FLASH_DEVICE int heads() const { return params.bias.sizes[1] == 1 ? params.heads_q : 1; }
-    FLASH_DEVICE int head(int n) const {
-        return params.bias.sizes[1] == 1 ? n % heads() : own.head;
+    FLASH_DEVICE Sequence sequence(const SharedBiasStep& step) const {
+        return warp_uniform<true>(sequence_of<true>(params, step.batch));
     }
-    FLASH_DEVICE Sequence sequence(int n) const {
-        const int batch = params.bias.sizes[0] == 1 ? n / heads() : own.batch;
-        return warp_uniform<true>(sequence_of<true>(params, batch));
-    }
-    FLASH_DEVICE Tile tile(int n) const {
-        return Tile(params, sequence(n), key_head(params, head(n)));
-    }
-    FLASH_DEVICE Walk walk(int n, int stage) const {
-        Walk walk({own.q_tile, own.q_tile + 1}, head(n), 1);
+    FLASH_DEVICE Walk walk(const SharedBiasStep& step, int stage) const {
+        Walk walk({own.q_tile, own.q_tile + 1}, step.head, 1);
         walk.stage = stage;
         return walk;
     }
-    // The first step from n on, before `end`, of which the mask shows the tile.
-    FLASH_DEVICE int visible(int n, int end) const {
-        const auto shows = [&] {
-            return !VisibleTiles::of_queries(mask_of(params, sequence(n)),
-                                             tile_interval(own.q_tile, Tile::kBlockQ),
-                                             Tile::kBlockKV)
-                        .within({own.kv_tile, own.kv_tile + 1})
-                        .empty();
-        };
-        while (n < end && !shows()) ++n;
-        return n;
+    FLASH_DEVICE bool is_visible(const SharedBiasStep& step) const {
+        return !VisibleTiles::of_queries(mask_of(params, sequence(step)),
+                                         tile_interval(own.q_tile, Tile::kBlockQ), Tile::kBlockKV)
+                    .within({own.kv_tile, own.kv_tile + 1})
+                    .empty();
+    }
+    FLASH_DEVICE SharedBiasStep first(int n, int end) const {
+        return {end - n, params.bias.sizes[0] == 1 ? n / heads() : own.batch,
+                shares_heads() ? n % heads() : own.head};
+    }
+    FLASH_DEVICE SharedBiasStep after(SharedBiasStep step) const {
+        --step.left;
+        if (!shares_heads()) {
+            ++step.batch;
+        } else if (++step.head == params.heads_q) {
+            step.head = 0;
+            ++step.batch;
+        }
+        return step;
+    }
+    // This step or the first one after it of which the mask shows the tile.
+    FLASH_DEVICE SharedBiasStep visible(SharedBiasStep step) const {
+        while (step.left > 0 && !is_visible(step)) step = after(step);
+        return step;
     }
 
-    FLASH_DEVICE void load_k_q(int n, int stage) const {
-        const Tile cta = tile(n);
+    FLASH_DEVICE void load_k_q(const Tile& cta, const Walk& walk) const {
         cta.load_k(first_key());
-        cta.load_q(walk(n, stage));
-        cta.load_statistics(walk(n, stage));
+        cta.load_q(walk);
+        cta.load_statistics(walk);
     }
-    FLASH_DEVICE void load_v_do(int n, int stage) const {
-        const Tile cta = tile(n);
+    FLASH_DEVICE void load_v_do(const Tile& cta, const Walk& walk) const {
         cta.load_v(first_key());
-        cta.load_do(walk(n, stage));
+        cta.load_do(walk);
     }
 
     // sum += dS of steps n to end - 1.
     FLASH_DEVICE void add(typename Tile::Scores& sum, int n, int end) const {
-        n = visible(n, end);
-        if (n == end) return;
-        tile(n).load_bias(walk(n, 0), first_key());
-        load_k_q(n, 0);
+        const int group = params.heads_q / params.heads_k;
+        const auto tile = [&](const SharedBiasStep& step) {
+            return Tile(params, sequence(step), step.head / group);
+        };
+        SharedBiasStep step = visible(first(n, end));
+        if (step.left == 0) return;
+        const Tile begin = tile(step);
+        begin.load_bias(walk(step, 0), first_key());
+        load_k_q(begin, walk(step, 0));
         ptx::cp_async_commit();
-        load_v_do(n, 0);
+        load_v_do(begin, walk(step, 0));
         ptx::cp_async_commit();
-        for (int stage = 0; n < end; stage ^= 1) {
-            const int next = visible(n + 1, end);
+        for (int stage = 0; step.left > 0; stage ^= 1) {
+            const SharedBiasStep next = visible(after(step));
             typename Tile::Scores rP, rdS;
             ptx::cp_async_wait<1>();
             __syncthreads();  // K, Q and the statistics have landed
-            tile(n).compute_p(rP, walk(n, stage), first_key());
+            const Tile cta(params, sequence(step), 0);
+            cta.compute_p(rP, walk(step, stage), first_key());
             __syncthreads();  // all warps have left K and Q
-            if (next < end) load_k_q(next, stage ^ 1);
+            if (next.left > 0) load_k_q(tile(next), walk(next, stage ^ 1));
             ptx::cp_async_commit();
             ptx::cp_async_wait<1>();
             __syncthreads();  // V and dO have landed
-            tile(n).template compute_ds<false>(rdS, rP, walk(n, stage), first_key());
+            cta.template compute_ds<false>(rdS, rP, walk(step, stage), first_key());
             sum.map([](float x, float ds) { return x + ds; }, rdS);
             __syncthreads();  // all warps have left V and dO
-            if (next < end) load_v_do(next, stage ^ 1);
+            if (next.left > 0) load_v_do(tile(next), walk(next, stage ^ 1));
             ptx::cp_async_commit();
-            n = next;
+            step = next;
         }
     }
 };
@@ -167,17 +183,21 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     shared_bias_gradient_kernel(const __grid_constant__ SharedBiasParams params) {
     if (!may_run<Tile>()) return __trap();
     const int ctas = params.ctas_per_dbias;
-    const int cta = blockIdx.x % ctas;
-    const SharedBiasGradient<Tile> gradient{
-        params, dbias_tile(params.bias, blockIdx.x / ctas, Tile::kBlockQ, Tile::kBlockKV)};
+    const auto own = [&](int block) {
+        return dbias_tile(params.bias, block / ctas, Tile::kBlockQ, Tile::kBlockKV);
+    };
+    const SharedBiasGradient<Tile> gradient{params, own(blockIdx.x)};
     const int count = (params.bias.sizes[0] == 1 ? params.batch : 1) * gradient.heads();
+    const int cta = blockIdx.x % ctas;
     typename Tile::Scores sum;
     sum.clear();
     gradient.add(sum, static_cast<int>(int64_t{count} * cta / ctas),
                  static_cast<int>(int64_t{count} * (cta + 1) / ctas));
+    // Recomputed: over the loop they would take registers.
+    const int block = ptx::not_hoisted(blockIdx.x);
     store_dbias_sums<Tile>(
-        params, sum, gradient.own,
-        ctas == 1 ? nullptr : params.dbias_sums + cta * dbias_elements(params.bias));
+        params, sum, own(block),
+        ctas == 1 ? nullptr : params.dbias_sums + block % ctas * dbias_elements(params.bias));
 }
 
 inline constexpr int kDBiasThreads = 256;
