@@ -32,7 +32,9 @@ DEVICE_CODE = (
 """Flags for device code: fake_cuda/ has CUDA's headers, and ptx/ in place of that of csrc/."""
 
 
-PLAN = tuple(CSRC / "plan" / f"{name}.cpp" for name in ("plan", "short", "fa1", "fa2", "fa3"))
+PLAN = tuple(
+    CSRC / "plan" / f"{name}.cpp" for name in ("plan", "short", "fa1", "fa2", "fa3", "fa3_decode")
+)
 FLAGS = ("-std=c++20", "-O0", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror")
 BUILD = ROOT / "build" / "tests-native"
 

@@ -9,7 +9,7 @@
 #include "api/accept_append_kv.h"
 #include "api/boxing.h"
 #include "api/check.h"
-#include "plan/cost.h"
+#include "plan/append.h"
 #include "plan/launchers.h"
 
 namespace flash_ext {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstdlib>
 #include <optional>
 #include <string>
 #include <utility>
@@ -41,8 +42,26 @@ bool plan_short_forward(ForwardPlan& plan);
 bool plan_short_backward(BackwardPlan& plan);
 cudaError_t run_short_forward(const ForwardPlan& plan, cudaStream_t stream);
 cudaError_t run_short_backward(const BackwardPlan& plan, cudaStream_t stream);
+// FA3's kernel for few queries, in fa3_decode.cpp: does it run the call, or the sequences of few
+// queries beside those of the plan?
+bool decodes(const Call& call);
+bool plan_fa3_decode(Workspace& workspace, ForwardParams& params, ForwardKernel& kernel,
+                     const MaskSummary& mask, bool may_pack_gqa, bool beside = false);
+void plan_few_queries(ForwardPlan& plan, bool may_pack_gqa);
+bool may_pack_gqa_of(const AttentionParams& params);
+std::string pages_reason(const AttentionParams& params);
+cudaError_t run_fa3_decode(const ForwardParams& params, const ForwardKernel& kernel,
+                           cudaStream_t stream);
 cudaError_t run_fa3_few_queries(const ForwardPlan& plan, cudaStream_t stream);
 cudaError_t run_fa3_bias_gradient(const BackwardPlan& plan, cudaStream_t stream);
+
+// What benchmarks/tune.py asks for in place of the plan's choice: the number in an environment
+// variable, which may change between calls. Only if FLASH_EXT_TUNE was set at the first call.
+inline std::optional<int> forced(const char* name) {
+    static const bool kTunes = std::getenv("FLASH_EXT_TUNE") != nullptr;
+    const char* value = kTunes ? std::getenv(name) : nullptr;
+    return value == nullptr ? std::nullopt : std::optional(std::atoi(value));
+}
 
 // A tensor of the call, as far as its params describe it.
 inline Operand operand_of(const AttentionParams& params, const TensorView& view, Rows rows,

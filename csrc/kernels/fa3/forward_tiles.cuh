@@ -31,8 +31,7 @@ struct Fa3ForwardTiles
         Cta::work_tiles;
     using typename Cta::Params, typename Cta::WorkTiles, typename Cta::WorkTileState;
     static_assert(sizeof(Element) == sizeof(QKElement));
-    static constexpr bool kMayHaveSplits =
-        contains(kOptions, OptionSet::kSplits);  // and packed GQA
+    static constexpr bool kMayHaveSplits = contains(kOptions, OptionSet::kSplits);  // or packed GQA
     static constexpr bool kPages = contains(kOptions, OptionSet::kPages);
     static constexpr bool kMask = contains(kOptions, OptionSet::kMask);
     static constexpr bool kAlibi = only_alibi(kOptions);
