@@ -320,9 +320,13 @@ inline DecodeSplits decode_splits(const AttentionParams& params, const MaskSumma
     const int64_t bytes = int64_t{params.batch} * mask.keys_seen * params.heads_k *
                           row_pair_bytes(params, head_dims(params));
     const int keys = keys_of_16_bits(params, mask.keys_seen);
+    // More than eight rows, and pages, take more instructions for the bytes of 8 bits.
+    const bool is_slow = tile != tuning::Fa3DecodeTile::kFewRows || params.pages.table != nullptr;
     // What 128 keys take in a CTA that nothing but itself limits, and if memory or L2 is the limit.
     const double alone =
-        (tile == tuning::Fa3DecodeTile::kManyRows ? 0.6 : 0.36) * (of_8_bits ? 1.32 : 1.);
+        (tile == tuning::Fa3DecodeTile::kManyRows ? 0.6 : 0.36) * (!of_8_bits ? 1.
+                                                                   : is_slow  ? 1.7
+                                                                              : 1.32);
     const double of_memory = bytes <= gpu.l2_share ? 0.6 : 0.95;
     const auto time = [&](DecodeSplits x) {
         const int64_t ctas = tiles * x.splits;
@@ -334,7 +338,7 @@ inline DecodeSplits decode_splits(const AttentionParams& params, const MaskSumma
             const double own = alone * (of_8_bits ? ceil_div<int64_t>(of_ctas, sms) : 1);
             return 1.2 + ceil_div(keys, 128 * x.splits) * max_of(own, of_memory * full);
         };
-        const double several = of_8_bits ? 2.4 : 1.7;
+        const double several = !of_8_bits ? 1.7 : is_slow ? 1.9 : 2.4;
         const double combination = x.splits == 1 ? 0. : x.splits == x.cluster ? 0.5 : several;
         return static_cast<double>(ctas / at_once) * wave(at_once) + wave(ctas % at_once) +
                combination;

@@ -6,7 +6,6 @@
 
 #include "ptx/cp_async.cuh"
 #include "ptx/shared.cuh"
-#include "ptx/stmatrix.cuh"
 #include "tile/fragment.cuh"
 #include "tile/tensor_view.h"
 
@@ -213,58 +212,6 @@ FLASH_DEVICE void store_rows(const GlobalTile<Element>& tile, const Accumulator&
             const uint32_t got = __shfl_xor_sync(0xffffffff, odd ? x : y, 1);
             if (8 * n < cols)
                 *reinterpret_cast<uint2*>(target + 8 * n) = odd ? uint2{got, y} : uint2{x, got};
-        }
-    }
-}
-
-struct StoreRows {
-    template <class Element, class Accumulator>
-    FLASH_DEVICE void operator()(const GlobalTile<Element>& tile, const Accumulator& acc) const {
-        store_rows(tile, acc);
-    }
-};
-
-// Whole lines of 16 rows, in elements of 16 bits.
-template <class Element>
-using LineTile = SharedTile<Element, 16, 64>;
-
-// The same by way of a LineTile of the warp, in 16-byte stores of whole lines of 128 bytes: a store
-// takes as many cycles as it has lines, and has four for eight with half of the bytes.
-struct StoreRowsByLines {
-    uint32_t lines;
-
-    template <class Element, class Accumulator>
-    FLASH_DEVICE void operator()(const GlobalTile<Element>& tile, const Accumulator& acc) const;
-};
-
-template <class Element, class Accumulator>
-FLASH_DEVICE void StoreRowsByLines::operator()(const GlobalTile<Element>& tile,
-                                               const Accumulator& acc) const {
-    using Lines = LineTile<Element>;
-#pragma unroll
-    for (int first = 0; first < Accumulator::kN; first += 8) {
-        // What depends on the lane is computed each time: callers have few registers left.
-        const int from = ptx::lane_not_hoisted();
-        const uint32_t to = lines + Lines::offset(from % 16, from / 16);
-        __syncwarp();  // the lines before have been read
-#pragma unroll
-        for (int n = 0; n < min_of(8, Accumulator::kN - first); n += 2) {
-            uint32_t blocks[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                blocks[i] = acc.template pack<Element>(0, first + n + i / 2, i % 2);
-            ptx::stmatrix_x4(to ^ (16 * n), blocks);
-        }
-        __syncwarp();
-#pragma unroll
-        for (int pass = 0; pass < 4; ++pass) {
-            const int lane = ptx::lane_not_hoisted();
-            const int row = lane / 8 + 4 * pass, col = 8 * (first + lane % 8);
-            uint32_t x[4];
-            ptx::ld_shared_v4(x, lines + Lines::offset(row, lane % 8));
-            if (row < tile.rows && col < tile.cols)
-                *reinterpret_cast<uint4*>(tile.data + row * tile.row_stride + col) = {x[0], x[1],
-                                                                                      x[2], x[3]};
         }
     }
 }

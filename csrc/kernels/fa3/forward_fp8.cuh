@@ -72,6 +72,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
     static constexpr int kTransposingWarps = 2;                // of the first warpgroup
     static constexpr int kPartialCols = kTuning.partial_cols;  // of O that one P V computes
     static_assert(kHeadDimV % kPartialCols == 0);
+
     using TransposedVTile = SharedTile<Float8, kHeadDimV, kBlockKV>;
     // What TMA loads; it is transposed from here to a stage of VPipeline.
     using RowMajorVPipeline = Pipeline<2, VTile::kBytes>;
@@ -95,7 +96,6 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         // V's descales of each Q tile, in the stages of their descriptions.
         uint64_t v_descales_full[Tiles::WorkTiles::kStages];
         alignas(sizeof(float2)) float v_descales[Tiles::WorkTiles::kStages][kHeadDimV];
-        alignas(1024) char lines[kConsumers * 4][LineTile<__half>::kBytes];  // of O, by warps
         // How far each consumer thread has cooled its two rows (fp8_softmax.cuh), in powers of two.
         uint8_t cooling[kConsumers * 128][2];
     };
@@ -482,9 +482,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
         const WorkTileState t = tile_before(x.tile);
         this->normalize(x.rO, x.softmax);
         descale_output(x.rO, t);
-        const char* lines = storage.lines[ptx::not_hoisted(warp_id()) - 4];
-        this->template store_tile<kLast>(x.rO, x.softmax, work_tiles[t],
-                                         StoreRowsByLines{ptx::shared_address(lines)});
+        this->template store_tile<kLast>(x.rO, x.softmax, work_tiles[t]);
     }
 
     FLASH_DEVICE void store_previous(State& x) const {

@@ -540,10 +540,10 @@ struct Fa3ForwardTiles
 
     // Stores O / l and lse to HBM, or the results of a split. kLast: it is the CTA's last tile.
     // Only then may the heads of a group be written to out: in the loop the test would cost splits
-    // time. kMerged: it has all splits. store(rows, rO) writes to out.
-    template <bool kLast, bool kMerged = false, class Softmax, class Store = StoreRows>
-    FLASH_DEVICE void store_tile(const Output& rO, const Softmax& softmax, const QueryTile& tile,
-                                 Store store = {}) const {
+    // time. kMerged: it has all splits.
+    template <bool kLast, bool kMerged = false, class Softmax>
+    FLASH_DEVICE void store_tile(const Output& rO, const Softmax& softmax,
+                                 const QueryTile& tile) const {
         const Sequence& s = tile.sequence;
         // A logarithm takes a hundred cycles: of the four lanes of two rows, two compute one each.
         const int i = lane_id() % 2;
@@ -589,9 +589,10 @@ struct Fa3ForwardTiles
             const float lse = softmax.lse(0, i);
             if (has_row && row < rows) params.lse[statistics + first_query + row] = lse;
             with_out_type([&](auto element) {
-                store(global_tile<decltype(element)>(params.out, s.batch, s.q_begin + first_query,
-                                                     tile.head, rows, params.head_dim_v),
-                      rO);
+                store_rows(
+                    global_tile<decltype(element)>(params.out, s.batch, s.q_begin + first_query,
+                                                   tile.head, rows, params.head_dim_v),
+                    rO);
             });
         }
     }
