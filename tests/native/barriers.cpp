@@ -208,8 +208,8 @@ cudaError_t launch_forward(const Shape& call, ElementType type, bool general = f
             tile_order_of(params, params.seqlen_q, Kernel::kBlockQ >> call.pack_gqa_log2,
                           call.pack_gqa_log2 > 0 ? call.heads_k : call.heads_q);
         params.tile_order.tiles *= call.split_ctas > 0 ? call.split_ctas : call.num_splits;
-        return launch_fa3_forward<Kernel>(params, {.bias = bias_of(params), .gpu = {.sms = kSms}},
-                                          nullptr);
+        const TiledBias bias = bias_of(params, Kernel::kConsumers < 4);
+        return launch_fa3_forward<Kernel>(params, {.bias = bias, .gpu = {.sms = kSms}}, nullptr);
     };
     return keep<Kernel>(launch, given_v_t);
 }
@@ -338,7 +338,8 @@ const std::map<std::string, cudaError_t (*)(const Shape&)> kKernels{
     {"forward 64, pages", forward<64, kUsual, tuning::kPages>},
     {"forward 64, pages and splits", forward<64, kSmallQ, tuning::kPagesSplits>},
     {"forward 64, general", forward<64, kSmallQ, tuning::kFa3Scores>},
-    {"forward 64, bias", forward<64, kSmallQ, tuning::kFa3Bias>},
+    {"forward 64, bias", forward<64, kUsual, tuning::kFa3Bias>},
+    {"forward 64, bias, small Q", forward<64, kSmallQ, tuning::kFa3Bias>},
     {"forward 128, bias", forward<128, kSmallQ, tuning::kFa3Bias>},
     {"forward 256", forward<256, kUsual>},                  // one stage of Q
     {"forward_fp8 64, small Q", forward_fp8<64, kSmallQ>},  // transposes V
