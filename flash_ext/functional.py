@@ -330,8 +330,9 @@ def attention(
             dense or in pages. So training agrees with generation bit for bit, on the same kind of
             device and with the same variant, head dims and other options. "auto" is fa3 for pages
             of a multiple of 8 keys and without pages, if there is neither sink, softcap, ALiBi,
-            bias nor dropout; else fa2. Keys are not split: long keys for few rows are slower. Not
-            with fa1 and 8 bits. On a CPU it is for tests: products are sums in order, and slow.
+            bias nor dropout; else fa2. fa3 splits keys at fixed positions; fa2 does not, so long
+            keys for few rows are slower there. Not with fa1 and 8 bits. On a CPU it is for tests:
+            products are sums in order, and slow.
         variant: "fa1", "fa2", "fa3", or "auto" for the fastest that runs: fa3 if it can, fa2
             elsewhere (on a CPU with larger tiles than the paper's). 8-bit inputs have only fa3. It
             chooses without a warning: the result is as exact, and `flash_ext.explain` says what

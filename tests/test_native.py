@@ -814,3 +814,31 @@ def test_fa3_takes_the_tiles_that_measured_best(
     """On an H200 where nothing else is said, docs/notes/009-fa3-forward.md."""
     found = native.fa3_tile((head_dim, head_dim), heads, queries, keys, window, False)
     assert found == tile
+
+
+# --- Caches ---
+
+
+@pytest.mark.parametrize("block_kv", (64, 96, 128))
+@pytest.mark.parametrize("ctas", (1, 2, 5))
+def test_fixed_splits(ctas: int, block_kv: int, native: ModuleType) -> None:
+    """All CTAs together have each split that has keys once, each CTA from the last one down."""
+    tiles = 2048 // block_kv
+    for begin, end in ((0, 0), (0, 1), (0, tiles), (3, tiles + 1), (tiles, 5 * tiles), (90, 401)):
+        found = [native.fixed_splits(begin, end, block_kv, i, ctas) for i in range(ctas)]
+        assert all(x == sorted(x, reverse=True) for x in found)
+        assert all(i % ctas == cta for cta, x in enumerate(found) for i in x)
+        wanted = {i // tiles for i in range(begin, end)} or {0}
+        assert sorted(i for x in found for i in x) == sorted(wanted)
+
+
+def test_rows_that_an_append_prefetches(native: ModuleType) -> None:
+    """As many as a part of L2 has, of rows that are whole; none before a prompt."""
+    row = 8 * 128
+    found = native.prefetched_rows(32, 1, 8, 128, row, 128, 4096)
+    assert found == 24 * 2**20 // (32 * 2 * 2 * row)
+    assert native.prefetched_rows(1, 1, 8, 128, row, 128, 300) == 300
+    assert native.prefetched_rows(32, 17, 8, 128, row, 128, 4096) == 0
+    assert native.prefetched_rows(32, 1, 8, 128, row, 4096 * 128, 4096) == 0
+    assert native.prefetched_rows(32, 1, 1, 20, 20, 20, 4096) == 0  # 40 bytes
+    assert native.prefetched_rows(32, 1, 0, 128, row, 128, 4096) == 0
