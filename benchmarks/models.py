@@ -24,7 +24,6 @@ from functools import partial
 
 import common
 import torch
-import torch.nn.functional as F
 from common import SHAPES, Json
 from providers import Wrong, prepared
 from timing import Timer
@@ -74,16 +73,12 @@ def training(
     inputs = {n: x.bfloat16() if x.is_floating_point() else x for n, x in inputs.items()}
     cuda = device.type == "cuda"
     optimizer = torch.optim.AdamW(parameters, 1e-5, fused=cuda, capturable=cuda)
-    targets: list[Tensor] = []
 
     def step() -> Tensor:
         optimizer.zero_grad()
         found = model(**inputs)
         outputs = (found,) if torch.is_tensor(found) else found[:2]
-        if not targets:  # any numbers that do not depend on the attention
-            targets.extend(torch.arange(x.numel(), device=device).sin() for x in outputs)
-        pairs = zip(outputs, targets, strict=True)
-        loss = torch.stack([F.mse_loss(x.float().flatten(), y) for x, y in pairs]).sum()
+        loss = torch.stack([(x.float() - 1).square().mean() for x in outputs]).sum()
         loss.backward()
         optimizer.step()
         return loss.detach()
