@@ -20,6 +20,7 @@ from torch import Tensor
 import flash_ext
 import flash_ext.reference
 from flash_ext import fp8
+from flash_ext.cpu import transposed_v
 
 SCALE_ROWS = 128  # rows of a block
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
@@ -139,15 +140,6 @@ class QuantizedProvider(Provider):
         return 1.0
 
 
-def transposed(v: Tensor) -> tuple[Tensor, dict[str, bool]]:
-    """v as `flash_ext.fp8.attention` has it; an older package, timed by builds.py, takes rows."""
-    try:
-        from flash_ext.cpu import transposed_v
-    except ImportError:
-        return v, {}
-    return transposed_v.from_rows(v, None), {"v_transposed": True}
-
-
 @dataclass(frozen=True)
 class Fa3(QuantizedProvider):
     """flash_ext's fa3 with output in bfloat16.
@@ -167,8 +159,7 @@ class Fa3(QuantizedProvider):
         }
         options: dict[str, Any] = {"causal": causal} | descales
         if q.element_size() == 1:
-            v, more = transposed(v)
-            options |= more
+            v, options["v_transposed"] = transposed_v.from_rows(v, None), True
         reason = flash_ext.explain(q, k, v, **options).reasons["fa3"]
         if reason is not None:
             raise Refused(reason)

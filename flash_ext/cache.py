@@ -243,7 +243,7 @@ class CacheCall(NamedTuple):
         return table if table.stride(-1) == 1 else table.contiguous()
 
     def keys(self, used: Tensor | None) -> Keys:
-        """What queries see of sequences of `used` keys (B), or of all that the cache has."""
+        """What queries see of sequences with this number of keys; None: all."""
         k, v, table, batch = self.k_cache, self.v_cache, self.table(), self.batch
         if table is None and self.cu_seqlens_q is None and self.cache_leftpad is None:
             return Keys(k[:batch], v[:batch], None, used)

@@ -196,7 +196,7 @@ def explain(
         >>> found.variant
         'fa2'
         >>> print(found.reasons["fa3"])
-        variant must be 'auto' or 'fa1' or 'fa2' on a CPU, got 'fa3', which is for Hopper GPUs
+        variant 'fa3' needs a Hopper GPU; on a CPU take 'auto' or 'fa1' or 'fa2'
     """
     require_tensors(q=q, k=k, v=v)
     ops.register_subclasses(q, k, v)

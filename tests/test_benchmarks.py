@@ -11,7 +11,6 @@ import collections
 import dataclasses
 import functools
 import itertools
-import runpy
 import shutil
 import sys
 from collections.abc import Callable
@@ -336,16 +335,6 @@ def test_two_builds_take_turns(tmp_path: Path, run: Run, capfd: pytest.CaptureFi
     assert "results differ by 0.3" in forward["failed"] and "ratio" not in forward
     assert backward["failed"] == "before: RuntimeError: no gradients"
     assert "FAILED: fa2 backward d 64 causal S 32" in capfd.readouterr().out
-
-
-def test_an_older_build_need_not_have_every_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package without `transposed_v` gets V by rows; the others' cells do not ask for it."""
-    monkeypatch.delattr(flash_ext.cpu, "transposed_v")
-    monkeypatch.setitem(sys.modules, "flash_ext.cpu.transposed_v", None)
-    older, v = runpy.run_path(fp8_providers.__file__), torch.zeros(1, 4, 1, 8).to(torch.int8)
-    assert older["transposed"](v) == (v, {})
-    monkeypatch.undo()
-    assert fp8_providers.transposed(v)[1] == {"v_transposed": True}
 
 
 # ------------------------------------------------------------------------------ other subjects

@@ -101,8 +101,9 @@ def _choose_variant(q: Tensor, k: Tensor, options: Options) -> str:
     if options.variant == "auto":
         return CPU_VARIANTS[-1]
     if options.variant not in CPU_VARIANTS:
-        wanted = " or ".join(map(repr, ("auto", *CPU_VARIANTS)))
-        refuse("variant", f"{wanted} on a CPU", f"{options.variant!r}, which is for Hopper GPUs")
+        others = " or ".join(map(repr, ("auto", *CPU_VARIANTS)))
+        name = options.variant
+        raise ValueError(f"flash_ext: variant {name!r} needs a Hopper GPU; on a CPU take {others}")
     if options.page_table is not None and options.variant not in ABOUT["page_table"].variants:
         raise ValueError(f"flash_ext: variant {options.variant!r} has no page table")
     if options.batch_invariant and options.variant not in ABOUT["batch_invariant"].variants:
