@@ -985,11 +985,15 @@ def test_short_sequences_have_kernels_of_their_own(variant: str, native: ModuleT
     several CTAs are added by another kernel, in their order."""
     p = problem(native, **SWIN)
     heads = 1024 * 12
-    for plan, at_once in ((p.forward(variant), 5 * 132), (p.backward(variant), 4 * 132)):
+    for plan, at_once in ((p.forward(variant), 5 * 132), (p.backward(variant), 3 * 132)):
         each = -(-heads // at_once)
         assert plan.launches[0].split(", ", 1)[1] == f"{-(-heads // each)}<32, 32>"
         assert plan.bytes == 0
-    p.bias = True
+    p.gpu = A100  # has the memory of two CTAs
+    assert p.backward("fa2").launches == [
+        f"short_backward, {-(-heads // -(-heads // 216))}<32, 32>"
+    ]
+    p.gpu, p.bias = H200, True
     for sizes_of, groups in (((1, 12, 49, 49), 32), ((1, 1, 1, 49), 384), ((1024, 12, 49, 1), 1)):
         p.bias_sizes = sizes_of
         plan = p.backward(variant)

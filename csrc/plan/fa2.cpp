@@ -40,8 +40,6 @@ void copy_bias(Plan& plan) {
 
 void plan_fa2_forward(ForwardPlan& plan) {
     if (plan_short_forward(plan)) return;
-    // An SM has 1 KB more shared memory than a CTA may have, and reserves 1 KB for each CTA.
-    constexpr int kReserved = 1024;
     copy_bias<tuning::kFa2Forward>(plan);
     ForwardParams& params = plan.params;
     const GpuModel& gpu = plan.kernel.gpu;
@@ -52,7 +50,7 @@ void plan_fa2_forward(ForwardPlan& plan) {
     choose_kernel(plan, tuning::kFa2Forward, needed | OptionSet::kSplits);
     const HeadDims dims = plan.kernel.head_dims;
     const int bytes_of_cta = Fa2Kernels::forward_shared_bytes(dims);
-    const int fitting = (gpu.shared_bytes + kReserved) / (bytes_of_cta + kReserved);
+    const int fitting = fitting_ctas(gpu, bytes_of_cta);
     const int tuned = tuning::fa2_forward_shape(dims, plan.kernel.options).ctas_per_sm;
     const QueryTiles q_tiles{params.heads_q, tuning::kForwardBlockQ};
     params.num_splits = num_splits(params, plan.mask, tile_count(params, q_tiles), 1,

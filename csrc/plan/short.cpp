@@ -19,15 +19,20 @@ bool is_short(const AttentionParams& params) {
            has_bias(3, params.seqlen_k) && int64_t{params.batch} * params.heads_q < (1 << 24);
 }
 
-// The kernel, and its CTAs: as many as run at a time, if heads that share a bias are as many.
-template <auto kShapeOf, class Plan>
-bool plan_short(Plan& plan) {
+// The kernel, and its CTAs: as many as run at a time, if heads that share a bias are as many. More
+// would be a second wave, of a few.
+template <class Plan>
+bool plan_short(Plan& plan, bool backward) {
     const AttentionParams& params = plan.params;
+    const GpuModel& gpu = plan.kernel.gpu;
     if (!is_short(params) || !choose_kernel(plan, tuning::kShort, options_of(params))) return false;
+    const HeadDims dims = plan.kernel.head_dims;
+    const tuning::ShortRow row = row_of(tuning::kShort, dims);
+    const int fitting = fitting_ctas(gpu, tuning::short_shared_bytes(dims, backward));
+    const int tuned = (backward ? row.backward : row.forward).ctas_per_sm;
     const int64_t biases = int64_t{params.bias.sizes[0]} * params.bias.sizes[1];
     const int64_t heads = int64_t{params.batch} * params.heads_q / biases;
-    const tuning::ShortShape shape = kShapeOf(plan.kernel.head_dims, plan.kernel.options);
-    const int64_t at_once = plan.kernel.gpu.sms * shape.ctas_per_sm / biases;
+    const int64_t at_once = gpu.sms * std::min(tuned, fitting) / biases;
     const int64_t per_cta = ceil_div(heads, std::clamp<int64_t>(at_once, 1, heads));
     plan.kernel.ctas_per_bias = static_cast<int>(ceil_div(heads, per_cta));
     return true;
@@ -35,13 +40,12 @@ bool plan_short(Plan& plan) {
 
 }  // namespace
 
-bool plan_short_forward(ForwardPlan& plan) { return plan_short<tuning::short_forward_shape>(plan); }
+bool plan_short_forward(ForwardPlan& plan) { return plan_short(plan, /*backward=*/false); }
 
 bool plan_short_backward(BackwardPlan& plan) {
     const BackwardParams& params = plan.params;
     BackwardKernel& kernel = plan.kernel;
-    if (params.heads_q != params.heads_k || !plan_short<tuning::short_backward_shape>(plan))
-        return false;
+    if (params.heads_q != params.heads_k || !plan_short(plan, /*backward=*/true)) return false;
     if (params.dbias == nullptr) return true;
     kernel.stored_dbias = StoredDBias::kStored;
     if (kernel.ctas_per_bias > 1)

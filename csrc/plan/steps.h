@@ -29,6 +29,12 @@ struct VariantRow {
     bool copies_rows = false;
 };
 
+// CTAs that an SM has the memory for: 1 KB more than a CTA may have, of which each reserves 1 KB.
+constexpr int fitting_ctas(const GpuModel& gpu, int bytes_of_cta) {
+    constexpr int kReserved = 1024;
+    return (gpu.shared_bytes + kReserved) / (bytes_of_cta + kReserved);
+}
+
 extern const VariantRow kFa1Row, kFa2Row, kFa3Row;
 
 // FA3's kernel for the gradient of the call's bias, if it has one that runs on this GPU.

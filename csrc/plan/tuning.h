@@ -129,27 +129,24 @@ struct ShortRow {
     HeadDims head_dims;
     ShortShape forward;
     ShortShape backward;
-    ShortShape backward_with_bias;  // whose gradient takes registers
     OptionSets options{2, {kDense, OptionSet::kBias}};
 };
 
 inline constexpr ShortRow kShort[] = {
     {.head_dims = {32, 32},
      .forward = {.stages = 2, .ctas_per_sm = 5},
-     .backward = {.stages = 2, .ctas_per_sm = 4},
-     .backward_with_bias = {.stages = 2, .ctas_per_sm = 3}},
+     .backward = {.stages = 2, .ctas_per_sm = 3}},
     {.head_dims = {64, 64},
      .forward = {.stages = 2, .ctas_per_sm = 3},
-     .backward = {.stages = 1, .ctas_per_sm = 4},
-     .backward_with_bias = {.stages = 1, .ctas_per_sm = 3}},
+     .backward = {.stages = 1, .ctas_per_sm = 3}},
 };
 
-constexpr ShortShape short_forward_shape(HeadDims dims, OptionSet) {
-    return row_of(kShort, dims).forward;
-}
-constexpr ShortShape short_backward_shape(HeadDims dims, OptionSet options) {
+// The shared memory of a CTA with a bias: of each stage Q, K and V, and in the backward dO and O;
+// the bias in float32, and in the backward P and dS.
+constexpr int short_shared_bytes(HeadDims dims, bool backward) {
     const ShortRow row = row_of(kShort, dims);
-    return contains(options, OptionSet::kBias) ? row.backward_with_bias : row.backward;
+    const int stages = backward ? 5 * row.backward.stages : 3 * row.forward.stages;
+    return kShortBlock * (stages * 2 * dims.qk + (backward ? 8 : 4) * kShortBlock);
 }
 
 // --- FA3, forward ---

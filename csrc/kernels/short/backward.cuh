@@ -57,7 +57,7 @@ struct ShortBackward : ShortTile<Element, kHeadDim, kOptions, ShortBackwardParam
     using typename Base::Head, typename Base::Output, typename Base::Scores, typename Base::Tile;
 
     static constexpr tuning::ShortShape kTuning =
-        tuning::short_backward_shape({kHeadDim, kHeadDim}, kOptions);
+        row_of(tuning::kShort, {kHeadDim, kHeadDim}).backward;
     static constexpr int kStages = kTuning.stages;
     static constexpr int kCtasPerSm = kTuning.ctas_per_sm;
     static constexpr bool kChangesScores = changes_scores(kOptions);
@@ -70,6 +70,7 @@ struct ShortBackward : ShortTile<Element, kHeadDim, kOptions, ShortBackwardParam
         typename Base::BiasStorage bias;
     };
     static constexpr int kSharedBytes = sizeof(SharedStorage);
+    static_assert(kSharedBytes <= tuning::short_shared_bytes({kHeadDim, kHeadDim}, true));
 
     struct None {};
     std::conditional_t<kHasBias, Scores, None> dbias;  // of this CTA

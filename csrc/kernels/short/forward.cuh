@@ -20,7 +20,7 @@ struct ShortForward : ShortTile<Element, kHeadDim, kOptions, ShortParams<Forward
     using typename Base::Head, typename Base::Output, typename Base::Scores, typename Base::Tile;
 
     static constexpr tuning::ShortShape kTuning =
-        tuning::short_forward_shape({kHeadDim, kHeadDim}, kOptions);
+        row_of(tuning::kShort, {kHeadDim, kHeadDim}).forward;
     static constexpr int kStages = kTuning.stages;
     static constexpr int kCtasPerSm = kTuning.ctas_per_sm;
 
@@ -29,6 +29,7 @@ struct ShortForward : ShortTile<Element, kHeadDim, kOptions, ShortParams<Forward
         typename Base::BiasStorage bias;
     };
     static constexpr int kSharedBytes = sizeof(SharedStorage);
+    static_assert(kSharedBytes <= tuning::short_shared_bytes({kHeadDim, kHeadDim}, false));
 
     FLASH_DEVICE explicit ShortForward(const typename Base::Params& p) : Base(p) {}
 
