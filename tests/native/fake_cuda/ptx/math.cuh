@@ -61,13 +61,6 @@ inline uint32_t byte_permute(uint32_t x, uint32_t y, uint32_t selector) {
         result |= static_cast<uint32_t>(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
     return result;
 }
-inline uint64_t mul_wide(uint32_t x, uint32_t y) { return uint64_t{x} * y; }
-// Magnitudes of fp16 are in the order of their bits, up to infinity.
-inline uint32_t halves_from(uint32_t x, uint32_t threshold) {
-    const bool low = (x & 0x7fff) >= (threshold & 0x7fff);
-    const bool high = (x >> 16 & 0x7fff) >= (threshold >> 16 & 0x7fff);
-    return (low ? 0xffff : 0) | (high ? 0xffff0000 : 0);
-}
 inline float max_nan(float x, float y) { return x > y ? x : y; }
 template <class Element>
 Element from_float(float) {
