@@ -24,17 +24,15 @@ struct MergeWeights {
 
 // Adds a split to the statistics of a row.
 FLASH_DEVICE MergeWeights merge_statistics(PartialStatistics& all, const PartialStatistics& split) {
-    if (split.sum == 0.f) return {1.f, 0.f};
-    if (all.sum == 0.f) {
-        all = split;
-        return {0.f, ptx::rcp(all.sum)};
-    }
-    const float max = fmaxf(all.max, split.max);
-    const float before = __fmul_rn(ptx::ex2(all.max - max), all.sum);
+    // By selects: the lanes of a warp stay in step.
+    const bool empty = split.sum == 0.f;
+    const float max = empty ? all.max : fmaxf(all.max, split.max);
+    const float before = all.sum == 0.f ? 0.f : __fmul_rn(ptx::ex2(all.max - max), all.sum);
     const float added = ptx::ex2(split.max - max);
-    all = {max, __fadd_rn(before, __fmul_rn(added, split.sum))};
-    const float inverse = ptx::rcp(all.sum);
-    return {__fmul_rn(before, inverse), __fmul_rn(added, inverse)};
+    const float sum = empty ? all.sum : __fadd_rn(before, __fmul_rn(added, split.sum));
+    const float inverse = ptx::rcp(sum);
+    all = {max, sum};
+    return {empty ? 1.f : __fmul_rn(before, inverse), empty ? 0.f : __fmul_rn(added, inverse)};
 }
 
 }  // namespace flash_ext

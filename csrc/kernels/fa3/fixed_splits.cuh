@@ -21,6 +21,8 @@ FLASH_DEVICE int take_fixed_split(QueryTile& tile, int split, int split_tiles, i
         return -1;
     }
     tile.split = split;
+    tile.first_split = splits.begin;
+    tile.end_split = splits.end;
     tile.kv_tiles = tile.kv_tiles.within(tile_interval(split, split_tiles));
     return next_fixed_split(splits, split, ctas);
 }

@@ -170,15 +170,6 @@ struct Fa3ForwardTiles
     FLASH_DEVICE bool has_fixed_splits() const {
         return kMayHaveFixedSplits && params.split_ctas > 0;
     }
-    // Those in which a Q tile sees keys. By a warp.
-    FLASH_DEVICE Interval fixed_splits_of(const QueryTile& tile) const {
-        const int first_query = ptx::warp_uniform(tile.first_query);
-        const Interval queries{first_query, first_query + this->queries()};
-        return fixed_splits(
-            VisibleTiles::of_queries(mask_of(params, tile.sequence), queries, kBlockKV),
-            kSplitTiles);
-    }
-
     FLASH_DEVICE BlockRuns runs_of(const QueryTile& tile) const {
         return runs_of_q_block(params, tile.sequence.batch, tile.head,
                                tile.first_query / kMaskBlock);
@@ -535,7 +526,7 @@ struct Fa3ForwardTiles
     FLASH_DEVICE bool merge_fixed_splits(Output& rO, Softmax& softmax,
                                          const QueryTile& tile) const {
         return MergedSplits<Output>(params.o_partial, kConsumers, consumer)
-            .merge(rO, softmax, fixed_splits_of(tile), tile.split);
+            .merge(rO, softmax, {tile.first_split, tile.end_split}, tile.split);
     }
 
     // Stores O / l and lse to HBM, or the results of a split. kLast: it is the CTA's last tile.
@@ -564,11 +555,11 @@ struct Fa3ForwardTiles
         if (!kMerged && (kSplits || (kMayHaveSplits && params.o_partial != nullptr))) {
             const int64_t first = tile.split * statistics_rows(params) + statistics;
             const int64_t index = index_from(first, row);
-            if (has_row && index >= 0)
+            if (has_row && index >= 0) {
                 params.statistics_partial[index] = {softmax.max(0, i), softmax.sum(0, i)};
-            if (has_fixed_splits()) {
-                const Interval splits = fixed_splits_of(tile);
-                if (has_row && index >= 0) store_without_keys(params, splits, tile.split, index);
+                if (has_fixed_splits())
+                    store_without_keys(params, {tile.first_split, tile.end_split}, tile.split,
+                                       index);
             }
             store_rows(params.o_partial, rO, [&](int row) { return index_from(first, row); });
         } else if (kGroup || (kLast && pack_gqa_log2() > 0)) {

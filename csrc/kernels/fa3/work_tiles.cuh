@@ -22,8 +22,14 @@ struct QueryTile {
     int split;       // index of the split of the keys, in the forward
     bool large_lse;  // in the backward: does any row of the call have a reference?
     int row_group;   // in backward_dq.cuh: of query 0, see plan/workspace_rows.cuh
-    int full_tiles;  // with a TileMask: how many of kv_tiles are full; they come first
-    int turn;        // of TurnedTiles; only with ALiBi, in the forward
+    union {
+        int full_tiles;   // with a TileMask: how many of kv_tiles are full; they come first
+        int first_split;  // of the fixed splits with keys
+    };
+    union {
+        int turn;       // of TurnedTiles; only with ALiBi, in the forward
+        int end_split;  // after the last of the fixed splits with keys
+    };
 
     FLASH_DEVICE int& first_row() { return first_query; }
 };
