@@ -106,7 +106,7 @@ def test_masks_and_serving_are_compared_the_right_way_up(tmp_path: Path) -> None
     assert head.endswith("| µs | TB/s | over dense | SDPA flash | cuDNN, pages |")
     what = "d 64, 1 query, 2 x 1,024 keys"
     assert decode == f"| decode, {what} | dense | 100.0 | 10.00 | – | 3.00 | – |"
-    longer = f"mixed, {what}, one of them 3 times as long"
+    longer = f"mixed, {what}, the first one 3 times as long"
     assert mixed == f"| {longer} | pages of 16 | 100.0 | 10.00 | 1.25 | – | 2.00 |"
 
 

@@ -260,8 +260,9 @@ def serving_section(folder: Path) -> Iterator[str]:
         for c in sorted(rows, key=lambda c: (list(SERVING["tables"]).index(c["table"]), c["d"],
                                              c["seqlen_q"], c["batch"], c["page"])):  # fmt: skip
             times = c["providers"]
-            more = f", the {c.get('order', 'first')} one 16 times as long" if "longest" in c else ""
-            more = ", random up to 8 times that" if c.get("order") == "random" else more
+            order, longest = c.get("order", "first"), c.get("longest")
+            more = f", the {order} one {longest} times as long" if longest else ""
+            more = ", random up to 8 times that" if order == "random" else more
             more += f", {c['cache']}" if "cache" in c else ""
             more += f", beside a chunk of {c['chunk']}" if "chunk" in c else ""
             queries = f"{c['seqlen_q']} quer{'ies' if c['seqlen_q'] > 1 else 'y'}"
