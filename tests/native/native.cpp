@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "plan/append.h"
 #include "plan/call.h"
 #include "plan/cost.h"
 #include "plan/tuning.h"
