@@ -14,13 +14,11 @@ from __future__ import annotations
 
 import argparse
 import functools
-import math
 import multiprocessing
 import os
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
@@ -31,7 +29,7 @@ from unittest import mock
 import common
 import torch
 from cells import Cell, add_grid, geometric_mean, grid, place
-from common import Json, say
+from common import Json
 from fp8_providers import FP8, FP8_PROVIDERS
 from providers import VARIANTS, Provider, Refused, relative_error, running, variant
 from results import Recorder
@@ -178,7 +176,6 @@ def parse() -> argparse.Namespace:
     add("--variants", nargs="*", choices=list(VARIANTS), help="default: all that run")
     add_grid(parser)
     add("--min-time", type=float, default=0.06, help="seconds of calls per build and cell")
-    add("--minutes", type=float, default=math.inf, help="begin no cell later")
     args = parser.parse_args()
     if not (args.before / "flash_ext" / "__init__.py").is_file():
         parser.error(f"there is no flash_ext in {args.before}")
@@ -187,7 +184,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     args = parse()
-    started, device = time.monotonic(), torch.device(args.device)
+    device = torch.device(args.device)
     variants = args.variants or running(device)
     jobs = [
         (name, cell, provider)
@@ -210,9 +207,6 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=in_memory) as folder:
         try:
             for name, cell, provider in common.progress(jobs, len(jobs), "cells"):
-                if time.monotonic() - started > 60 * args.minutes:
-                    say(f"left out, no time: {len(jobs) - len(rows)} of {len(jobs)} cells")
-                    break
                 found = compare(builds, cell, provider, args.min_time, f"{folder}/results.pt")
                 what = cell.to_json() | {"set": name, "variant": provider.name} | over
                 recorder.add(what, found)

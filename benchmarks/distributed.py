@@ -7,7 +7,7 @@
 
 Causal self-attention with the heads of Llama 3.1 8B, one sequence of so many tokens in all. Every
 method of `flash_ext.integrations.distributed`; torch's context_parallel with cuDNN, by each of its
-rotations; and ring-flash-attn if it is installed. packings.py has packed documents.
+rotations. packings.py has packed documents.
 
 Each rank is a process with one GPU; before each call all ranks and their GPUs meet. 'ms' is the
 median of the slowest rank's times. A method and its kernels alone take turns, since a GPU at its
@@ -22,14 +22,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import itertools
 import os
 import statistics
 import subprocess
 import sys
 import time
-import types
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -81,8 +79,7 @@ class Provider:
         return lambda: torch.autograd.grad(out, self.leaves, self.dout, retain_graph=True)
 
 
-TORCH, RING = "torch cudnn_attention {}", "zigzag_ring_flash_attn_func"
-THEIRS = importlib.util.find_spec("flash_attn") is not None  # Is flash-attn installed?
+TORCH = "torch cudnn_attention {}"
 
 
 class Ranks:
@@ -176,35 +173,14 @@ def torchs(ranks: Ranks, rotation: str) -> Provider:
     )
 
 
-def ring_flash_attns(ranks: Ranks) -> Provider:
-    """ring-flash-attn's, over the flash_attn that is installed, or over flash_ext's drop-in."""
-    if not THEIRS:
-        import flash_ext.flash_attn as drop_in
-
-        sys.modules["flash_attn"] = drop_in
-        sys.modules["flash_attn.flash_attn_interface"] = importlib.import_module(
-            "flash_ext.flash_attn.flash_attn_interface"
-        )
-    # For transformers before 5, which it cannot do without.
-    sys.modules["ring_flash_attn.adapters"] = types.SimpleNamespace(
-        substitute_hf_flash_attn=None, update_ring_flash_attn_params=None
-    )
-    call = getattr(importlib.import_module("ring_flash_attn"), RING)
-    leaves, dout = ranks.inputs(ranks.rows)
-    over = {"over": "flash_attn" if THEIRS else "flash_ext.flash_attn"}
-    return Provider(lambda: call(*leaves, causal=True), leaves, dout, facts=over)
-
-
 def providers(ranks: Ranks, args: argparse.Namespace) -> dict[str, Callable[[], Provider]]:
     """Names and makers of all that are asked for."""
     transport = f", {args.transport}" if args.transport != "auto" else ""
     found = {
         f"{x} {LAYOUT}{transport}": partial(ours, ranks, x, args.transport) for x in args.methods
     }
-    if ranks.device.type == "cuda" and args.peers in ("all", "torch"):
+    if ranks.device.type == "cuda" and args.peers == "all":
         found |= {TORCH.format(x): partial(torchs, ranks, x) for x in ("allgather", "alltoall")}
-    if ranks.device.type == "cuda" and args.peers in ("all", "ring-flash-attn"):
-        found[f"ring-flash-attn {RING}"] = partial(ring_flash_attns, ranks)
     return found
 
 
@@ -344,7 +320,7 @@ def parse(given: list[str] | None = None) -> argparse.Namespace:
     add("--lengths", type=int, nargs="*", help=f"tokens in all; default {LENGTHS}")
     add("--methods", nargs="*", default=list(cp.METHODS), choices=cp.METHODS)
     add("--transport", choices=["auto", "collectives"], default="auto")
-    add("--peers", choices=["all", "none", "torch", "ring-flash-attn"], default="all")
+    add("--peers", choices=["all", "none"], default="all")
     add("--seconds", type=float, default=4.0, help="for the rounds of a provider in a cell")
     add_output(parser)
     return parser.parse_args(given)

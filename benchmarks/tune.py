@@ -1,19 +1,17 @@
 """Fits the cost constants of FA3's forward to the GPU that is there, and prints them.
 
     python benchmarks/tune.py                       # a few minutes
-    python benchmarks/tune.py --only forward --d 64
-    python benchmarks/tune.py --only splits         # of few queries
+    python benchmarks/tune.py --d 64
 
 A plan chooses among the tiles of a row of csrc/plan/tuning.h by `forward_time` (csrc/plan/cost.h):
 percent x waves x rows x (keys + overhead). Percent and overhead of a tile are relative to the tile
 `usual`, whose constants are the defaults. This script times every tile of a row at a fixed grid of
 calls, fits both constants to the ratios of the times, and prints for each call which tile was the
 fastest, which one today's constants choose and which one the new constants choose, with the time
-that a wrong choice costs. For few queries the same with the number of splits and `decode_splits`.
+that a wrong choice costs.
 
-Today's constants stand here too (`SplitCosts`, and `tune` in shapes.toml); a test compares them
-with csrc. Tiles are forced by FLASH_EXT_FORCE_TILE, splits by FLASH_EXT_FORCE_SPLITS, which plans
-read if FLASH_EXT_TUNE was set when the kernels were first called.
+Today's constants stand in shapes.toml (`tune`); a test compares them with csrc. Tiles are forced by
+FLASH_EXT_FORCE_TILE, which plans read if FLASH_EXT_TUNE was set when the kernels were first called.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ import os
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,8 +35,7 @@ from torch import Tensor
 
 import flash_ext
 
-HOOKS = "FLASH_EXT_TUNE", "FLASH_EXT_FORCE_TILE", "FLASH_EXT_FORCE_SPLITS"
-SWITCH, TILE_HOOK, SPLITS_HOOK = HOOKS
+HOOKS = SWITCH, TILE_HOOK = "FLASH_EXT_TUNE", "FLASH_EXT_FORCE_TILE"
 TILES = ("small_q", "usual", "long_keys")  # as Fa3ForwardTile has them
 USUAL = "usual"
 MOST_OVERHEAD = 512
@@ -170,111 +167,7 @@ def forward_inputs(row: Row, call: Call, device: torch.device) -> tuple[list[Ten
     return tensors, {"window": (call.window, 0 if call.causal else -1)}
 
 
-# --- Splits of few queries: the model has no closed form, since every SM or its memory may be the
-# limit. So the constants come from a search, together with the time of a launch, which is the same
-# for all numbers of splits. ---
-HEAD_DIM, FEW_ROWS, CTAS_PER_SM = 128, 16, 2  # kFa3Decode at 128; many_rows has one CTA on an SM
-CLUSTER = 8  # kMaxClusterSplits
-NUMBERS = (1, 2, 4, *range(CLUSTER, 15 * CLUSTER + 1, CLUSTER))  # those that a plan considers
-
-
-class Gpu(NamedTuple):
-    """As GpuModel in csrc/plan/call.h."""
-
-    sms: int
-    l2_share: int
-
-
-@dataclass(frozen=True)
-class SplitCosts:
-    """In microseconds, today's. `alone` is of 128 keys in a CTA that nothing but itself limits."""
-
-    launch: float = 3.0  # no constant of csrc
-    wave: float = 1.2
-    alone_few_rows: float = 0.36
-    alone_many_rows: float = 0.6
-    of_l2: float = 0.6
-    of_memory: float = 0.95
-    in_cluster: float = 0.5
-    of_clusters: float = 1.7
-
-
-@dataclass(frozen=True)
-class Decoding:
-    """One query against a cache, `group` query heads on a head of keys."""
-
-    batch: int
-    kv_heads: int
-    group: int
-    keys: int
-
-    def splits(self) -> list[int]:
-        """The numbers of splits that have 128 keys or more each."""
-        return [x for x in NUMBERS if x == 1 or 128 * x <= self.keys]
-
-
-def decodings() -> Iterator[Decoding]:
-    """One sequence and many, with 16 rows and 32, in L2 and beyond."""
-    for keys in (1024, 4096, 16384, 65536, 131072):
-        yield Decoding(1, 8, 8, keys)
-        yield Decoding(1, 1, 32, keys)
-    for batch, keys in ((2, 8192), (4, 4096), (8, 2048), (16, 8192), (64, 1024), (64, 4096)):
-        yield Decoding(batch, 8, 4, keys)
-    for batch, keys in ((2, 16384), (4, 8192), (8, 4096)):
-        yield Decoding(batch, 8, 32, keys)
-
-
-def decoding_time(call: Decoding, splits: int, x: SplitCosts, gpu: Gpu) -> float:
-    """The time in `decode_splits` of csrc/plan/cost.h and a launch, in microseconds."""
-    few_rows = call.group <= FEW_ROWS
-    size = call.batch * call.keys * call.kv_heads * 2 * HEAD_DIM * 2
-    of_memory = x.of_l2 if size <= gpu.l2_share else x.of_memory
-    alone = x.alone_few_rows if few_rows else x.alone_many_rows
-    ctas = call.batch * call.kv_heads * splits
-    at_once = (CTAS_PER_SM if few_rows else 1) * (gpu.sms - (gpu.sms // 11 if splits > 2 else 0))
-
-    def wave(of_ctas: int) -> float:
-        iterations = -(-call.keys // (128 * splits))
-        return of_ctas and x.wave + iterations * max(alone, of_memory * of_ctas / gpu.sms)
-
-    combination = 0.0 if splits == 1 else x.in_cluster if splits <= CLUSTER else x.of_clusters
-    return x.launch + ctas // at_once * wave(at_once) + wave(ctas % at_once) + combination
-
-
-def splits_choice(call: Decoding, x: SplitCosts, gpu: Gpu) -> int:
-    """The splits that a plan takes: `decode_splits` of csrc/plan/cost.h."""
-    return min(call.splits(), key=lambda splits: decoding_time(call, splits, x, gpu))
-
-
-def fitted_splits(times: Times, gpu: Gpu, start: SplitCosts) -> SplitCosts:
-    """The constants with the least squares of the logarithms, by steps of one at a time."""
-
-    def badness(x: SplitCosts) -> float:
-        return sum(
-            math.log(us / decoding_time(call, splits, x, gpu)) ** 2
-            for call, of_splits in times.items()
-            for splits, us in of_splits.items()
-        )
-
-    best, least = start, badness(start)
-    for step in (1.3, 1.1, 1.03, 1.01, 1.003):
-        before = math.inf
-        while least < before:
-            before = least
-            for x, factor in itertools.product(fields(SplitCosts), (step, 1 / step)):
-                other = replace(best, **{x.name: getattr(best, x.name) * factor})
-                if (found := badness(other)) < least - 1e-12:
-                    best, least = other, found
-    return best
-
-
-def decoding_inputs(call: Decoding, device: torch.device) -> tuple[list[Tensor], Any]:
-    options: Any = {"dtype": torch.bfloat16, "device": device}
-    q = torch.randn(call.batch, 1, call.kv_heads * call.group, HEAD_DIM, **options)
-    return [q, *torch.randn(2, call.batch, call.keys, call.kv_heads, HEAD_DIM, **options)], {}
-
-
-# --- Measuring, of both ---
+# --- Measuring ---
 def measure(
     calls: Iterable[Any], inputs: Callable[[Any], tuple[list[Tensor], Any]],
     choices: Callable[[Any], Mapping[Any, int]], hook: str, timer: Timer, min_time: float
@@ -314,36 +207,24 @@ def report(
         yield f"  {which} constants lose {mean:.2f} % on average, at most {max(found):.1f} %"
 
 
-def tune_forward(timer: Timer, head_dims: list[int], min_time: float, gpu: Gpu) -> None:
+def tune_forward(timer: Timer, head_dims: list[int], min_time: float, sms: int) -> None:
     for row in ROWS:
         if head_dims and row.d not in head_dims:
             continue
         numbers = {name: TILES.index(name) for name in row.tiles}
         times = measure(grid(row.d), lambda c, r=row: forward_inputs(r, c, timer.device),
                         lambda _, n=numbers: n, TILE_HOOK, timer, min_time)  # fmt: skip
-        new = fitted(row, times, gpu.sms)
+        new = fitted(row, times, sms)
         title = f"head dim {row.d}{' in FP8' if row.fp8 else ''}"
-        print("\n".join(report(title, times, lambda c, r=row: choice(r, c, gpu.sms),
-                               lambda c, r=new: choice(r, c, gpu.sms))))  # fmt: skip
+        print("\n".join(report(title, times, lambda c, r=row: choice(r, c, sms),
+                               lambda c, r=new: choice(r, c, sms))))  # fmt: skip
         for name in row.tiles.keys() - {USUAL}:
             print(f"  .{name}_costs = {{.alike = {new.alike[name]}, .differ = {new.differ[name]}}}")
-
-
-def tune_splits(timer: Timer, min_time: float, gpu: Gpu) -> None:
-    times = measure(decodings(), lambda c: decoding_inputs(c, timer.device),
-                    lambda c: {n: n for n in c.splits()}, SPLITS_HOOK, timer, min_time)  # fmt: skip
-    today = SplitCosts()
-    new = fitted_splits(times, gpu, today)
-    print("\n".join(report("splits of few queries", times, lambda c: splits_choice(c, today, gpu),
-                           lambda c: splits_choice(c, new, gpu))))  # fmt: skip
-    for x in fields(SplitCosts):
-        print(f"  {x.name}: {getattr(new, x.name):.2g}")
 
 
 def main() -> int:
     parser = common.parser(__doc__)
     add = parser.add_argument
-    add("--only", choices=("forward", "splits"), help="default: both")
     add("--d", nargs="*", type=int, help="head dims of forward, default: all with several tiles")
     add("--min-time", type=float, default=0.05, help="seconds of calls for each tile and call")
     args = parser.parse_args()
@@ -354,14 +235,10 @@ def main() -> int:
     if missing := [name for name in HOOKS if name.encode() not in kernels]:
         raise SystemExit(f"these kernels would choose themselves, without {missing}: make build")
     device = torch.device("cuda", torch.cuda.current_device())
-    found = torch.cuda.get_device_properties(device)
-    gpu = Gpu(found.multi_processor_count, min(found.L2_cache_size // 5 * 4, 32 << 20))
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
     torch.manual_seed(0)
     timer = Timer(device)
-    if args.only != "splits":
-        tune_forward(timer, args.d or [], args.min_time, gpu)
-    if args.only != "forward":
-        tune_splits(timer, args.min_time, gpu)
+    tune_forward(timer, args.d or [], args.min_time, sms)
     return 0
 
 
