@@ -160,9 +160,12 @@ def test_long_sequences(size: int, device: str) -> None:
 
 
 def test_pages_have_the_bits_of_rows(device: str) -> None:
-    """On CUDA the same kernel with another loader: the sums are the same, in the same order."""
+    """On CUDA the same kernel with another loader: the sums are the same, in the same order.
+
+    Of one split: with pages they may be others.
+    """
     for dtype, size in ((FP8, 16), (torch.int8, 128)):
-        p = problem(3, 1, 512, 8, 2, 128, kv_dtype=dtype, seqused_k=(512, 300, 1))
+        p = problem(3, 1, 128, 8, 2, 128, kv_dtype=dtype, seqused_k=(128, 75, 1))
         call, inputs = paged(p, device, size, more=0)
         dense = call | {"k": inputs.k, "v": inputs.v, "page_table": None}
         for found, wanted in zip(ops.forward(**call), ops.forward(**dense), strict=True):

@@ -14,8 +14,8 @@ bool is_short(const AttentionParams& params) {
         return bias.sizes[dim] == 1 || bias.sizes[dim] == length;
     };
     return fits(params.seqlen_q) && fits(params.seqlen_k) && params.batch > 0 &&
-           params.heads_k > 0 && params.sink == nullptr && !params.batch_invariant &&
-           !has_8_bit_keys(params) && has_bias(2, params.seqlen_q) &&
+           params.heads_q > 0 && params.heads_k > 0 && params.sink == nullptr &&
+           !params.batch_invariant && !has_8_bit_keys(params) && has_bias(2, params.seqlen_q) &&
            has_bias(3, params.seqlen_k) && int64_t{params.batch} * params.heads_q < (1 << 24);
 }
 

@@ -26,8 +26,9 @@ struct MergeWeights {
 FLASH_DEVICE MergeWeights merge_statistics(PartialStatistics& all, const PartialStatistics& split) {
     // By selects: the lanes of a warp stay in step.
     const bool empty = split.sum == 0.f;
-    const float max = empty ? all.max : fmaxf(all.max, split.max);
-    const float before = all.sum == 0.f ? 0.f : __fmul_rn(ptx::ex2(all.max - max), all.sum);
+    const bool first = all.sum == 0.f;
+    const float max = empty ? all.max : first ? split.max : fmaxf(all.max, split.max);
+    const float before = first ? 0.f : __fmul_rn(ptx::ex2(all.max - max), all.sum);
     const float added = ptx::ex2(split.max - max);
     const float sum = empty ? all.sum : __fadd_rn(before, __fmul_rn(added, split.sum));
     const float inverse = ptx::rcp(sum);
