@@ -24,17 +24,6 @@
 
 namespace flash_ext {
 
-// The element of dbias that this is, from the sum of its dS.
-template <class Element>
-FLASH_DEVICE void store_dbias_element(const BackwardParams& params, int64_t index, float sum) {
-    const float x = sum * params.dbias_factor;
-    if (params.bias.type == BiasType::kFloat32) {
-        static_cast<float*>(params.dbias)[index] = x;
-    } else {
-        static_cast<Element*>(params.dbias)[index] = ptx::from_float<Element>(x);
-    }
-}
-
 // A tile of dbias from the warps' sums, through shared memory as [query][key]. Or, if others share
 // it, to these sums in place of dbias.
 template <class Tile>
@@ -66,7 +55,7 @@ FLASH_DEVICE void store_dbias_sums(const BackwardParams& params, typename Tile::
         if (sums != nullptr) {
             sums[index] = total;
         } else {
-            store_dbias_element<typename Tile::Element>(params, index, total);
+            store_dbias<typename Tile::Element>(params, index, total * params.dbias_factor);
         }
     }
 }
@@ -213,7 +202,7 @@ __global__ void __launch_bounds__(kDBiasThreads)
 #pragma unroll 8
     for (int cta = 0; cta < params.ctas_per_dbias; ++cta)
         sum += params.dbias_sums[cta * elements + index];
-    store_dbias_element<Element>(params, index, sum);
+    store_dbias<Element>(params, index, sum * params.dbias_factor);
 }
 
 template <class Element, int kHeadDim, bool kSmall>
