@@ -15,6 +15,7 @@ bias: one matrix a head, for all batch elements as in T5, in structure predictio
 in Swin's windows, or one for each; with its gradient backward. Beside SDPA's backends with the bias
 as attn_mask, and cuEquivariance.
 softcap: causal, Gemma 2's shape among others, beside flash-attn 3 and 4.
+dropout: BERT's shape and long ones, beside SDPA's flash and cuDNN backends, whose numbers differ.
 
 No call is timed before its first heads agree with float32 standard attention.
 """
@@ -43,7 +44,6 @@ from torch import Tensor
 import flash_ext
 import flash_ext.reference
 
-TABLES = ("options", "mix", "deterministic", "bias", "softcap")  # each a method of Bench
 REPEATS = " deterministic"
 REPEATING = (
     ("fa3", "fa2"),
@@ -58,9 +58,14 @@ SIZES = SHAPES["options"]
 OPTIONS: dict[str, str] = SIZES["words"]
 # Of the tables of single shapes: by head dim lists of batch, tokens, heads, KV heads (not said: as
 # many) and the matrices of a bias (not said: one).
-SHAPED = {name: {int(d): x for d, x in SIZES[name].items()} for name in ("bias", "softcap")}
-SHAPED_PEERS = {"bias": ("efficient", "cudnn", "cuequivariance"),
-                "softcap": ("flash_attn_3", "flash_attn_4")}  # fmt: skip
+SHAPED_PEERS = {
+    "bias": ("efficient", "cudnn", "cuequivariance"),
+    "softcap": ("flash_attn_3", "flash_attn_4"),
+    "dropout": ("flash", "cudnn"),
+}
+SHAPED = {name: {int(d): x for d, x in SIZES[name].items()} for name in SHAPED_PEERS}
+MASKS = {"bias": (False,), "softcap": (True,)}  # causal or not, of tables with one of both
+TABLES = ("options", "mix", "deterministic", *SHAPED)
 BACKWARD_ONLY = ("gradient of bias", "gradient of lse", "deterministic")
 
 
@@ -280,15 +285,18 @@ class Bench:
 
     def prepare(self, call: Call, attend: Attend, direction: str) -> Callable[[], object]:
         """What to time, once its first heads are right."""
+        shape = (*call.q.shape[:-1], call.v.shape[-1])
+        dout = torch.randn(shape, dtype=call.q.dtype, device=self.device)
+        dlse = torch.randn(call.q.shape[:-1], device=self.device).transpose(-1, -2)
+        is_forward = direction == "forward"
+        run = forward(call, attend) if is_forward else backward(call, attend, dout, dlse)
+        if "dropout_p" in call.options and "rng_state" not in call.options:
+            return run  # with random numbers of its own
         part = call.first_heads()
-        if direction == "forward":
-            run, want = forward(call, attend), forward(part, exact)()
+        if is_forward:
+            want = forward(part, exact)()
         else:
-            shape = (*call.q.shape[:-1], call.v.shape[-1])
-            dout = torch.randn(shape, dtype=call.q.dtype, device=self.device)
-            dlse = torch.randn(call.q.shape[:-1], device=self.device).transpose(-1, -2)
             rows, group = part.q.shape[0], part.q.shape[-2]
-            run = backward(call, attend, dout, dlse)
             few = dout[:rows, ..., :group, :].float()
             want = backward(part, exact, few, dlse[:rows, :group])()[:3]
         pairs = [(x[: y.shape[0], ..., : y.shape[-2], :], y)
@@ -368,15 +376,19 @@ class Bench:
             size: Json = {"batch": batch, "seqlen": seqlen, "heads": heads}
             if kv_heads != heads:
                 size["kv_heads"] = kv_heads
-            option: Json = {"softcap": 50.0}
+            option: Json = {"softcap": 50.0} if table == "softcap" else {"dropout_p": 0.1}
             if table == "bias":
                 bias = normal(biases, heads, seqlen, seqlen)
                 option = {"bias": bias.requires_grad_(direction == "backward")}
                 size["per_batch"] = biases > 1
-            call = replace(plain, options=plain.options | option)
+            theirs = call = replace(plain, options=plain.options | option)
+            if table == "dropout":
+                numbers = {"rng_state": torch.tensor([1, 2], device=self.device)}
+                call = replace(call, options=call.options | numbers)
             taken = (x for x in ("fa2", "fa3") if not call.refusal(x, direction))
             calls = {PLAIN: (plain, ours("fa3" if on_gpu else "fa2"))}
-            calls |= {x: (call, ours(x)) for x in taken} | {n: (call, x) for n, x in peers.items()}
+            calls |= {x: (call, ours(x)) for x in taken}
+            calls |= {name: (theirs, attend) for name, attend in peers.items()}
             yield {"direction": direction} | size, self.times(calls, direction)
             common.free_memory(self.device)
 
@@ -412,7 +424,7 @@ def main() -> int:
         (table, d, causal)
         for table in ([args.only] if args.only else TABLES)
         for d in args.d or SHAPED.get(table, sizes.head_dims)
-        for causal in ((table == "softcap",) if table in SHAPED else (False, True))
+        for causal in MASKS.get(table, (False, True))
     ]
     for name, d, causal in common.progress(shapes, len(shapes), "cells"):
         table = partial(bench.shaped, name) if name in SHAPED else getattr(bench, name)

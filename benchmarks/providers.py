@@ -99,11 +99,11 @@ def variant(name: str) -> Provider:
 
 
 def sdpa(name: str, backend: SDPBackend) -> Provider:
-    def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout_p: float = 0.0) -> Tensor:
         if causal and q.shape[2] != k.shape[2]:
             raise ValueError("is_causal aligns the first query with the first key, not the last")
-        grouped = q.shape[1] != k.shape[1]
-        return scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
+        options: Json = {"is_causal": causal, "enable_gqa": q.shape[1] != k.shape[1]}
+        return scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, **options)
 
     return Provider(name, attend, True, functools.partial(sdpa_kernel, [backend]))
 

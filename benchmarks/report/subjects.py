@@ -192,6 +192,9 @@ def options_section(folder: Path) -> Iterator[str]:
     if capped := select(every, table="softcap"):
         yield f"softcap, causal: {provenance(capped)}. µs; the peers are flash-attn 3 and 4."
         yield shaped_table(capped, SHAPED_PEERS["softcap"])
+    if dropped := select(every, table="dropout"):
+        yield f"dropout_p 0.1: {provenance(dropped)}. µs; the peers are SDPA's flash and cuDNN."
+        yield shaped_table(dropped, SHAPED_PEERS["dropout"])
 
 
 def shaped_table(cells: list[Json], peers: tuple[str, ...]) -> str:
@@ -203,7 +206,7 @@ def shaped_table(cells: list[Json], peers: tuple[str, ...]) -> str:
             ms = {name: r["ms"] for name, r in c["results"].items() if "ms" in r}
             kv = f"/{c['kv_heads']}" if c.get("kv_heads") else ""
             shape = f"{c['batch']} x {c['seqlen']}, {c['heads']}{kv} heads of {c['d']}"
-            shape += ", one each" if c.get("per_batch") else ""
+            shape += ", one each" if c.get("per_batch") else ", causal" if c["causal"] else ""
             both = sums.setdefault(shape, {})
             for name, x in ms.items():
                 both.setdefault(name, []).append(x)
