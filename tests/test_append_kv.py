@@ -371,7 +371,7 @@ def run_native(native: ModuleType, call: Call, whole: bool) -> tuple[Tensor, Ten
         address(table), [0 if table is None else table.stride(0), pages, size], address(cos),
         address(options.get("rotary_sin")), [0, 0] if cos is None else list(cos.shape),
         options.get("rotary_interleaved", False),
-        options.get("rotary_seqlens", call.cache_seqlens).tolist(), rows, 5,
+        options.get("rotary_seqlens", call.cache_seqlens).tolist(), rows,
     )  # fmt: skip
     return result, torch.tensor(used, dtype=torch.int32)
 

@@ -267,6 +267,8 @@ REDUNDANT = {
     ("backward_dkdv 256, stores dS", "no wait at empty(P)"),
     # All lanes release a stage; the one left brings a warp together before the hardware's barrier.
     ("bias_gradient 64", "no WarpSync at all"),
+    # Bytes may arrive before they are expected: the phase waits for the arrival that expects them.
+    ("forward 64, pages", "no WarpSync at all"),
     ("bias_gradient 64, small tiles", "no WarpSync at all"),
 }
 """What other barriers ensure, too."""

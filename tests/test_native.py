@@ -830,15 +830,3 @@ def test_fixed_splits(ctas: int, block_kv: int, native: ModuleType) -> None:
         assert all(i % ctas == cta for cta, x in enumerate(found) for i in x)
         wanted = {i // tiles for i in range(begin, end)} or {0}
         assert sorted(i for x in found for i in x) == sorted(wanted)
-
-
-def test_rows_that_an_append_prefetches(native: ModuleType) -> None:
-    """As many as a part of L2 has, of rows that are whole; none before a prompt."""
-    row = 8 * 128
-    found = native.prefetched_rows(32, 1, 8, 128, row, 128, 4096)
-    assert found == 24 * 2**20 // (32 * 2 * 2 * row)
-    assert native.prefetched_rows(1, 1, 8, 128, row, 128, 300) == 300
-    assert native.prefetched_rows(32, 17, 8, 128, row, 128, 4096) == 0
-    assert native.prefetched_rows(32, 1, 8, 128, row, 4096 * 128, 4096) == 0
-    assert native.prefetched_rows(32, 1, 1, 20, 20, 20, 4096) == 0  # 40 bytes
-    assert native.prefetched_rows(32, 1, 0, 128, row, 128, 4096) == 0

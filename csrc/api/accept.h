@@ -141,8 +141,8 @@ inline std::optional<Variant> variant_of(const Options& options) {
     return std::nullopt;
 }
 
-// Any dimension may be 1. Those of positions in varlen sequences are as long as the longest one,
-// which only the device knows.
+// Any dimension may be 1. Varlen sequences have as many positions as the longest one, which only
+// the device knows.
 inline bool accepts_bias(const Tensor& bias, const Sizes& sizes, ScalarType dtype,
                          const Device& device) {
     const ScalarType of_bias = bias.scalar_type();

@@ -9,7 +9,7 @@
 #include "api/accept_append_kv.h"
 #include "api/boxing.h"
 #include "api/check.h"
-#include "plan/append.h"
+#include "plan/call.h"
 #include "plan/launchers.h"
 
 namespace flash_ext {
@@ -93,7 +93,6 @@ std::tuple<Tensor, Tensor> append_rows(const Tensor& k_cache, const Tensor& v_ca
         tensors.insert(tensors.end(), {*options.q, rotated});
     }
     params.whole = has_whole_parts(tensors, params.rotary);
-    params.prefetched_rows = prefetched_rows(params, gpu);
     launch_on_stream_of(k_cache, [&](auto stream) { return append_kv(params, stream); });
     return {rotated, used};
 }

@@ -58,18 +58,18 @@ TileMask tile_mask_of(const Options& options) {
             .by_head = kv_tiles.size(1) > 1};
 }
 
-// The dtype of out, for that of q.
+// The dtype of out, for q's.
 ScalarType out_dtype(ScalarType dtype, const Options& options) {
     if (options.out_dtype) return *options.out_dtype;
     return has_8_bits(dtype) ? ScalarType::BFloat16 : dtype;
 }
 
 // See TanhSeries. tanh(x) / x by a0 + a1 x^2 + a2 x^4, for x up to 5/8 with a relative error of at
-// most 2^-13.6. That of tanh.approx is 2^-11, but it differs from score to score: lse, a sum over
+// most 2^-13.6. tanh.approx's is 2^-11, but it differs from score to score: lse, a sum over
 // scores, needs less of an error that does not.
 void fill_tanh_series(ForwardParams& params) {
     constexpr double kLargest = 0.625, a[3] = {0.99992075, -0.32962111, 0.10660988};
-    const double square = std::pow(params.tanh_scale, 2.0);  // of x over that of a score
+    const double square = std::pow(params.tanh_scale, 2.0);  // of x over a score's
     const double largest = kLargest * kLargest / square;
     const double limit = std::exp2(std::ceil(std::log2(largest)) + 1);
     const double offset = limit - largest;  // then all t have one exponent

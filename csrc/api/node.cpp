@@ -3,9 +3,9 @@
 // node; on CUDA no other package has kernels for it. The node passes tensors unchanged, so here
 // they have flash_ext's layout. flash_ext/ops/node.py says which calls go this way.
 //
-// The op has no arguments for most options. `node_options_CUDA` stores those of the next call on
-// the same thread, which refers to them by its dropout_p. The forward kernel gives them to the node
-// as outputs that have no other use, and the node gives them to the backward kernel.
+// The op has no arguments for most options. `node_options_CUDA` stores the options of the next call
+// on the same thread, which refers to them by its dropout_p. The forward kernel gives them to the
+// node as outputs that have no other use, and the node gives them to the backward kernel.
 #include <algorithm>
 #include <bit>
 #include <exception>

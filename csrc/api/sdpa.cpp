@@ -96,7 +96,7 @@ Tensor transposed(const Tensor& x) {
                    {x.stride(0), x.stride(2), x.stride(1), x.stride(3)});
 }
 
-// The strides of empty_like(x): those of x where it is dense, otherwise the same order without
+// The strides of empty_like(x): x's own where it is dense, otherwise the same order without
 // gaps. As at::infer_dense_strides, it ignores strides of 0 for the order.
 std::vector<int64_t> dense_strides(const Tensor& x) {
     const int dims = static_cast<int>(x.dim());
@@ -368,7 +368,7 @@ Tensor empty_bshd(const Tensor& q, const Tensor& rows, int64_t head_dim) {
     return empty(q, {rows.size(0), rows.size(1), rows.size(2), head_dim}, q.scalar_type());
 }
 
-// lse with torch's number of rows; +inf in those of no query.
+// lse with torch's number of rows; +inf in rows of no query.
 Tensor padded(const Tensor& lse) {
     const int64_t rows = lse.size(2), all = ceil_div(rows, kLseRows) * kLseRows;
     if (rows == all) return lse;

@@ -1,5 +1,6 @@
 // All models of time and of memory by which plans choose: tiles, splits, parts, packed GQA, the
-// order of tiles. Measured constants are from docs/notes, those of single tiles are in tuning.h.
+// order of tiles. Measured constants are from docs/notes, constants of single tiles are in
+// tuning.h.
 //
 // The unit of time is a block: what a CTA takes for the scores of 64 rows and 128 keys, in the pass
 // and kernel in question. Only times of one function are compared.

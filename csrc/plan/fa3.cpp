@@ -68,7 +68,7 @@ void plan_dbias(BackwardPlan& plan) {
     if (params.dbias == nullptr || bias.sizes[2] != params.seqlen_q ||
         bias.sizes[3] != params.seqlen_k)
         return;
-    // Three terms would be added in any order. For those of float32 there are no registers.
+    // Three terms would be added in any order. For terms in float32 there are no registers.
     const int terms = params.batch / bias.sizes[0] * (params.heads_q / bias.sizes[1]);
     if (terms > (kernel.bias.element_bytes == 4 ? 1 : 2)) return;
     kernel.stored_dbias = terms == 1 ? StoredDBias::kStored : StoredDBias::kAdded;
@@ -168,7 +168,7 @@ std::string fa3_unsupported_reason(const Call& call, Pass pass) {
 }
 
 // The call by which tiles and splits are chosen. Where short sequences are another kernel's, one
-// prompt is supposed beside them: the mean of all lengths would be that of neither.
+// prompt is supposed beside them: the mean of all lengths would fit neither.
 AttentionParams expected_call(const ForwardPlan& plan) {
     AttentionParams params = plan.params;
     if (plan.few_queries) {
@@ -213,7 +213,7 @@ void plan_fa3_forward(ForwardPlan& plan) {
     ForwardKernel& kernel = plan.kernel;
     const GpuModel& gpu = kernel.gpu;
     const bool may_pack_gqa = may_pack_gqa_of(params);
-    // Few queries of many heads are short sequences, too, unless those of a group share their keys.
+    // Few queries of many heads are short sequences, too, unless a group's heads share their keys.
     const bool many_heads = int64_t{params.batch} * params.heads_q > gpu.sms &&
                             (!may_pack_gqa || group_or_one(params) < 4);
     if (many_heads && plan_short_forward(plan)) return;

@@ -74,7 +74,7 @@ struct BackwardKernel {
     OptionSet options;
     GpuModel gpu;
     std::optional<BiasGradientKernel> bias_gradient;  // none: the common one, or with
-    int ctas_per_dbias = 0;       // for a tile: that of a bias which batch elements or heads share
+    int ctas_per_dbias = 0;       // for a tile, of a bias which batch elements or heads share
     int ctas_per_bias = 0;        // as in a forward
     float* dbias_sums = nullptr;  // theirs, if they are several, in the workspace
     // FA3:

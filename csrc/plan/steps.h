@@ -49,7 +49,7 @@ bool plan_short_backward(BackwardPlan& plan);
 cudaError_t run_short_forward(const ForwardPlan& plan, cudaStream_t stream);
 cudaError_t run_short_backward(const BackwardPlan& plan, cudaStream_t stream);
 // FA3's kernel for few queries, in fa3_decode.cpp: does it run the call, or the sequences of few
-// queries beside those of the plan?
+// queries beside the plan's?
 bool decodes(const Call& call);
 bool plan_fa3_decode(Workspace& workspace, ForwardParams& params, ForwardKernel& kernel,
                      const MaskSummary& mask, bool may_pack_gqa, bool beside = false);

@@ -205,7 +205,7 @@ struct Fa3ForwardRow {
     Fa3ForwardShape with_bias{};  // of kFa3Bias
     Fa3ForwardShape small_q_with_bias = with_bias;
     Fa3ForwardShape with_mask = small_q;  // of kFa3Mask
-    // Those of `usual` are the defaults. Measured: docs/notes/009-fa3-forward.md.
+    // The numbers of `usual` are the defaults. Measured: docs/notes/009-fa3-forward.md.
     Fa3Costs small_q_costs{};
     Fa3Costs long_keys_costs{};
 
@@ -408,7 +408,7 @@ constexpr Fa3ForwardShape fa3_forward_fp8_shape(HeadDims dims, Fa3ForwardTile ti
 
 // --- All variants ---
 
-// The fewest keys of a split of a tile with few rows. Those of fa2 are combined by another kernel.
+// The fewest keys of a split of a tile with few rows. fa2's are combined by another kernel.
 inline constexpr int kFa2SplitKeys = 512;
 inline constexpr int kFa3SplitKeys = 128;
 

@@ -1,4 +1,4 @@
-// Tuned numbers of the backward, as tuning.h has those of the forward.
+// Tuned numbers of the backward, as tuning.h has the forward's.
 #pragma once
 
 #include "plan/tuning.h"

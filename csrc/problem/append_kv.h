@@ -54,8 +54,6 @@ struct AppendKVParams {
     Rotary rotary;
     int count = 0;
     AppendedRows tensors[3];  // k, v, and q where it is rotated
-    // So many rows of K and V of each sequence, the first ones, are brought to L2.
-    int prefetched_rows = 0;
 };
 
 }  // namespace flash_ext

@@ -43,7 +43,7 @@ FLASH_DEVICE void hide_keys(Scores& s, WordsOf words_of, bool bits, bool none, i
 }
 
 // If rows are keys, the elements of this lane that are visible, as bits: of eight columns of a warp
-// those of a lane, in the order of a fragment, have four bits of a word.
+// a lane's, in the order of a fragment, have four bits of a word.
 template <class Scores>
 struct VisibleElements {
     uint32_t of_columns[Scores::kM][ceil_div(Scores::kN, 8)];

@@ -42,7 +42,7 @@ FLASH_HOST_DEVICE constexpr KeyIntervals tidy(KeyIntervals x, int seqlen_k) {
     return {begin_1, end_1, begin_0, end_0};
 }
 
-// Blocks begin to end - 1. Those of none begin past all others.
+// Blocks begin to end - 1. Rows of none begin past all others.
 struct BlockRange {
     static constexpr int kNone = kMostMaskBlocks;
 

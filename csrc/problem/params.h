@@ -62,7 +62,7 @@ struct TileOrder {
     int tiles_at_once = 1;   // neighbors in this order, which one CTA takes one after another
 };
 
-// Where the pages of a sequence are among those of K and V, whose batches they then are: page i of
+// Where the pages of a sequence are among K's and V's, whose batches they then are: page i of
 // its keys is page `table[i]` of the tensors. Entries past its keys in use are never read; others
 // are clamped to the tensors.
 struct Pages {

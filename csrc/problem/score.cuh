@@ -23,13 +23,13 @@ struct Unscaled {
 
 // The scale of scores from which ALiBi has not been subtracted, on one side of the diagonal, where
 // its distances are linear in the key: of an element x in this lane's column `col` and row 8 i the
-// score is scale x + slope col + first[i]. By default that of complete scores.
+// score is scale x + slope col + first[i]. By default scores are complete.
 struct LinearScale {
     float scale = 1.f;
     float slope = 0.f;
     float first[2] = {0.f, 0.f};
 
-    // That of scores which are now complete.
+    // Of scores which are now complete.
     FLASH_DEVICE Unscaled complete() {
         *this = {};
         return {};
@@ -104,7 +104,7 @@ struct ScoreFunction {
     }
 
     // The same with a tile of the bias in shared memory, and no other option: bias.load_a(a, m, k)
-    // fetches the elements that lie as those of an operand A do.
+    // fetches the elements that lie as an operand A's do.
     template <class Scores, class BiasBlocks>
     FLASH_DEVICE void apply(Scores& s, const BiasBlocks& bias) const {
         static_assert((kOptions & (OptionSet::kRareScale | OptionSet::kSoftcap |

@@ -61,8 +61,8 @@ FLASH_DEVICE uint64_t mul_wide(uint32_t x, uint32_t y) {
     return product;
 }
 
-// Bits of ones in the halves of x whose magnitude, as a number of fp16, is not below that of the
-// threshold, or is a NaN.
+// Bits of ones in the halves of x whose magnitude, as a number of fp16, is not below the magnitude
+// of the threshold, or is a NaN.
 FLASH_DEVICE uint32_t halves_from(uint32_t x, uint32_t threshold) {
     uint32_t bits;
     asm("{ .reg .b32 magnitude;\n"

@@ -1,4 +1,4 @@
-// Global reductions, a prefetch, and the acquire / release accesses that order CTAs.
+// Global reductions, and the acquire / release accesses that order CTAs.
 #pragma once
 
 #include <cstdint>
@@ -46,14 +46,6 @@ FLASH_DEVICE void st_global_v4(void* p, const uint32_t (&v)[4]) {
     asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v[0]), "r"(v[1]),
                  "r"(v[2]), "r"(v[3])
                  : "memory");
-}
-
-// Begins to bring a multiple of 16 bytes, from a boundary of 16 bytes on, to L2. For sm_90 and
-// later; no operation on other targets.
-FLASH_DEVICE void prefetch_to_l2(const void* p, int bytes) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
-#endif
 }
 
 FLASH_DEVICE int load_acquire(const int* p) {

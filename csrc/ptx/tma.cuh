@@ -30,7 +30,7 @@ FLASH_DEVICE void bulk_load(uint32_t shared, const void* global, int bytes, uint
         : "memory");
 }
 
-// Orders this thread's ordinary accesses with those of TMA and wgmma: to shared memory,
+// Orders this thread's ordinary accesses with accesses by TMA and wgmma: to shared memory,
 FLASH_DEVICE void fence_proxy_async() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

@@ -41,7 +41,7 @@ FLASH_DEVICE void warpgroup_fence_operand(float& x) { asm volatile("" : "+f"(x):
 FLASH_DEVICE void warpgroup_fence_operand(int& x) { asm volatile("" : "+r"(x)::"memory"); }
 
 // One wgmma of width kN; `accumulate` = 0 overwrites D. kTransposeB: B is stored [k][n].
-// mma_mn_major: so is A, [k][m]. Number: the type of D's registers. That of int8 is int; of FP8 it
+// mma_mn_major: so is A, [k][m]. Number: the type of D's registers: int for int8; for FP8 it
 // may be int, too, where the same registers hold both: then they are the bits of floats.
 template <class Element, int kN, bool kTransposeB, class Number = float>
 struct Wgmma;

@@ -21,7 +21,7 @@ struct SequenceWork {
 struct ClusterWork {
     int number;   // of the sequence; negative: there is none
     int tile;     // of the sequence
-    int cluster;  // of those of the tile, which are `clusters`
+    int cluster;  // of the tile's `clusters`
     int clusters;
     int stored;  // of a tile with several: the index of its first one, as those tiles come first
 };

@@ -77,7 +77,7 @@ struct RegisterTile {
                 for (int i = 0; i < 2; ++i)
                     visit(v[m][n][2 * i], v[m][n][2 * i + 1], 16 * m + 8 * i, 8 * n);
     }
-    // ... and visit(x, y, col) for those of one row.
+    // ... and visit(x, y, col) for the pairs of one row.
     template <class Visit>
     FLASH_DEVICE void for_each_pair_of_row(int m, int i, Visit visit) const {
 #pragma unroll

@@ -46,12 +46,11 @@ void quantize_rows(AppendedRows& x, bool to_int8, uint64_t descale, std::array<i
     x.by_column = by_column;
 }
 
-// The lengths with the new rows. prefetched_rows: of each sequence.
+// The lengths with the new rows.
 std::vector<int> append(int bits, bool whole, const std::vector<int>& cache_seqlens,
                         int64_t capacity, uint64_t table, std::array<int64_t, 3> pages,
                         uint64_t cos, uint64_t sin, std::array<int, 2> angles, bool interleaved,
-                        const std::vector<int>& begins, const std::vector<AppendedRows>& tensors,
-                        int prefetched_rows) {
+                        const std::vector<int>& begins, const std::vector<AppendedRows>& tensors) {
     AppendKVParams params{};
     params.element_type = bits == 8 ? ElementType::kInt8 : ElementType::kBFloat16;
     params.whole = whole;
@@ -59,7 +58,6 @@ std::vector<int> append(int bits, bool whole, const std::vector<int>& cache_seql
     params.cache_seqlens = cache_seqlens.data();
     std::vector<int> used(cache_seqlens.size());
     params.seqused_k = used.data();
-    params.prefetched_rows = prefetched_rows;
     params.capacity = capacity;
     params.pages = {pointer<int>(table), pages[0], static_cast<int>(pages[1]),
                     static_cast<int>(pages[2])};

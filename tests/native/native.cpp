@@ -13,7 +13,6 @@
 #include <utility>
 #include <vector>
 
-#include "plan/append.h"
 #include "plan/call.h"
 #include "plan/cost.h"
 #include "plan/tuning.h"
@@ -479,20 +478,6 @@ PYBIND11_MODULE(flash_ext_native, m) {
         for (int i = last_fixed_split(all, cta, ctas); i >= 0; i = next_fixed_split(all, i, ctas))
             found.push_back(i);
         return found;
-    });
-    // Of an append of new rows of K and V of 16 bits, which are alike.
-    m.def("prefetched_rows", [](int batch, int new_rows, int heads, int head_dim,
-                                int64_t row_stride, int64_t head_stride, int64_t capacity) {
-        AppendKVParams params{};
-        params.element_type = ElementType::kBFloat16;
-        params.batch = batch;
-        params.capacity = capacity;
-        params.count = 2;
-        params.tensors[0] = params.tensors[1] = {.to = {nullptr, 0, row_stride, head_stride},
-                                                 .rows = new_rows,
-                                                 .heads = heads,
-                                                 .head_dim = head_dim};
-        return prefetched_rows(params, kH200);
     });
     m.attr("many_queries") = tuning::kManyQueries;
 

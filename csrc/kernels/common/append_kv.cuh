@@ -244,27 +244,6 @@ FLASH_DEVICE void store_lengths(const AppendKVParams& params) {
             (k.cu_seqlens == nullptr ? k.rows : k.cu_seqlens[i + 1] - k.cu_seqlens[i]);
 }
 
-// Rows of K and V, in turns; `unit` counts them.
-FLASH_HOST_DEVICE constexpr int64_t prefetch_units(const AppendKVParams& params) {
-    return int64_t{2} * params.batch * params.prefetched_rows;
-}
-template <class Element>
-FLASH_DEVICE void prefetch_unit(const AppendKVParams& params, int64_t unit) {
-    if (unit >= prefetch_units(params)) return;
-    const AppendedRows& tensor = params.tensors[unit % 2];
-    const auto sequence = static_cast<int>(unit / 2 / params.prefetched_rows);
-    const auto row = static_cast<int>(unit / 2 % params.prefetched_rows);
-    const int held = params.cache_seqlens[sequence];
-    int page, page_row;
-    if (row >= held || !find_cache_row(params, {sequence, row - held}, page, page_row)) return;
-    const auto prefetch = [&](auto element) {
-        using Bits = decltype(element);
-        ptx::prefetch_to_l2(row_pointer<const Bits>(tensor.to, page, page_row, 0),
-                            tensor.heads * tensor.head_dim * int{sizeof(Bits)});
-    };
-    tensor.quantized ? prefetch(uint8_t{}) : prefetch(Element{});
-}
-
 template <class Element, int kColumns>
 __global__ void __launch_bounds__(kAppendThreads)
     append_kv_kernel(const __grid_constant__ AppendKVParams params) {
@@ -277,13 +256,12 @@ __global__ void __launch_bounds__(kAppendThreads)
                                                   cta * kAppendThreads + threadIdx.x);
         cta -= ctas;
     }
-    prefetch_unit<Element>(params, cta * kAppendThreads + threadIdx.x);
 }
 
 template <class Element>
 cudaError_t launch_append_kv(const AppendKVParams& params, cudaStream_t stream) {
     constexpr int kWhole = 16 / sizeof(Element);
-    int64_t ctas = ceil_div<int64_t>(prefetch_units(params), kAppendThreads);
+    int64_t ctas = 0;
     for (int i = 0; i < params.count; ++i)
         ctas += params.whole ? append_ctas<kWhole>(params, params.tensors[i])
                              : append_ctas<1>(params, params.tensors[i]);

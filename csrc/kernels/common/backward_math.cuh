@@ -31,7 +31,7 @@ FLASH_DEVICE RowStatistics statistics_of(float dot, float lse, float dlse,
     return {lse * kLog2e, (dot - dlse) * inverse_ds_factor};
 }
 
-// From one value per column: those of this thread's two columns in block n of eight columns.
+// From one value per column: the values of this thread's two columns in block n of eight columns.
 FLASH_DEVICE float2 column_pair(const float* of_columns, int n) {
     return *reinterpret_cast<const float2*>(of_columns + 8 * n + lane_col());
 }

@@ -258,7 +258,7 @@ struct BackwardTile {
         load_v(first_key);
     }
 
-    // Addresses in shared memory; those of Q and dO are an iteration's. With a single stage they
+    // Addresses in shared memory; Q's and dO's are an iteration's. With a single stage they
     // are always the same.
     FLASH_DEVICE uint32_t k_tile() const { return smem + offsetof(SharedStorage, k); }
     FLASH_DEVICE uint32_t v_tile() const { return smem + offsetof(SharedStorage, v); }
@@ -365,8 +365,8 @@ struct BackwardTile {
                                   exponent_scale<kOptions>(params));
     }
 
-    // dS^T from P^T: the gradient of Q K^T scale, or, without kThroughSoftcap, that of the scores
-    // after softcap. With dropout P becomes the factor of dO in dV.
+    // dS^T from P^T: the gradient of Q K^T scale, or, without kThroughSoftcap, the gradient of the
+    // scores after softcap. With dropout P becomes the factor of dO in dV.
     template <bool kThroughSoftcap = true>
     FLASH_DEVICE void compute_ds(Scores& rdS, Scores& rP, const Walk& walk, int first_key) const {
         const float* minus_delta = statistics(walk.stage).minus_delta + warp_query();

@@ -44,7 +44,7 @@ struct GlobalRows {
         for (int i = 0; i < 4; ++i) a[i] = pair(lane_row() + i % 2 * 8, i / 2 * 8);
     }
     FLASH_DEVICE void load_b(uint32_t (&b)[4], int, int) const {
-        __syncwarp();  // separates these loads from those of A, to save registers
+        __syncwarp();  // separates these loads from A's, to save registers
 #pragma unroll
         for (int i = 0; i < 4; ++i) b[i] = pair(lane_row() + i / 2 * 8, i % 2 * 8);
     }

@@ -137,7 +137,7 @@ struct LaunchOptions {
     // (ptx/grid_dependency.cuh). It must then be compiled for sm_90 or later, since other code does
     // not wait.
     bool pdl = false;
-    int cluster = 1;            // its CTAs (sm_90), which divide those of the grid
+    int cluster = 1;            // its CTAs (sm_90), which divide the grid's
     int most_shared_bytes = 0;  // of any launch of the kernel, where they differ
 };
 

@@ -5,7 +5,7 @@
 //
 // Between GPUs every step of a method is a whole call with results of its own. (combine.cuh is for
 // the splits of one call, with maxima and sums in place of lse.) Several tensors may get the same
-// rows, those of other GPUs among them. Bound by memory: each row is read and written once. A row
+// rows, other GPUs' among them. Bound by memory: each row is read and written once. A row
 // has 8, 16 or 32 lanes; heads are next to each other in memory, so a warp's rows are too.
 #pragma once
 

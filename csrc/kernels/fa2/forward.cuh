@@ -300,8 +300,8 @@ struct Fa2Forward {
                                 BFromColumns<VTile>(sV(stage)));
     }
 
-    // O / l to HBM, through the warp's own rows of the Q tile, and the logsumexp; or those of a
-    // split of the keys, straight from registers.
+    // O / l to HBM, through the warp's own rows of the Q tile, and the logsumexp; or the results of
+    // a split of the keys, straight from registers.
     FLASH_DEVICE void store(Output& rO, const Softmax& softmax) const {
         const int first_row = first_query + warp_row;
         const int64_t statistics = statistics_offset(params, sequence, head);

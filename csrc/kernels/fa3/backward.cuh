@@ -52,8 +52,8 @@
 //   empty(bias)           8: each consumer warp, when it has   dO's producer, before the next load
 //                         been added
 //   full(work tiles)      1: producer of KV tiles              other producers, consumers
-//   empty(work tiles)     3: other producers; 8: each          producer of KV tiles, before it
-//                         consumer warp. When they have        describes another tile
+//   empty(work tiles)     3: other producers; 256: each        producer of KV tiles, before it
+//                         consumer thread. When they have      describes another tile
 //                         finished the tile
 //   fetch                 1: producer of Q, before the last    producer of KV tiles, before it
 //                         load of a tile                       fetches the next

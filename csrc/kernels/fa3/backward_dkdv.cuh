@@ -38,8 +38,8 @@
 //   empty(V)            4: each warp of consumer dK, after   producer of K and V
 //                       the last dP of the tile
 //   full(work tiles)    1: producer of KV tiles              other producers, consumers
-//   empty(work tiles)   2: other producers; 8: each          producer of KV tiles, before it
-//                       consumer warp, after the tile        describes another
+//   empty(work tiles)   2: other producers; 256: each        producer of KV tiles, before it
+//                       consumer thread, after the tile      describes another
 //   fetch               1: producer of Q and dO, before the  producer of KV tiles, before it
 //                       last loads of a tile                 fetches the next
 //   full(P)             128: each thread of consumer dV      consumer dK, before dS
@@ -151,7 +151,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Fa3BackwardWideParams, KeyTile> {
         pool.init(2 * 128);  // all threads, since all read lse or delta
         k_pipeline.init(4);
         v_pipeline.init(4);
-        work_tiles.init(8 + 2);  // and the producers that load
+        init_work_tiles(2);  // which load
         p_pipeline.init(128, 128);
     }
 

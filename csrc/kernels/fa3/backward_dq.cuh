@@ -32,8 +32,8 @@
 //   empty(dO)           128: each thread of the consumer,    producer of Q and dO
 //                       after the last dS of the tile
 //   full(work tiles)    1: producer of Q tiles               other producers, consumers
-//   empty(work tiles)   3: other producers; 8: each          producer of Q tiles, before it
-//                       consumer warp, after the tile        describes another
+//   empty(work tiles)   3: other producers; 256: each        producer of Q tiles, before it
+//                       consumer thread, after the tile      describes another
 //   fetch               1: producer of K, before the last    producer of Q tiles, before it
 //                       loads of a tile                      fetches the next
 //   ping-pong (named)   128: the other consumer, when its    a consumer (its 128 threads count
@@ -103,7 +103,7 @@ struct Fa3BackwardDQ : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
         do_pipeline.init(128);  // all threads, since all read lse and delta
         k_pipeline.init(kReaders);
         v_pipeline.init(kReaders);
-        work_tiles.init(kReaders + 3);  // and the other producers
+        init_work_tiles(3);
     }
 
     // This kernel needs no result of the dKdV kernel, and that kernel has waited for lse and delta

@@ -15,8 +15,8 @@
 //   empty(stages)       8: each consumer warp, when its      producer of stages, before the next
 //                       matmul, if it has one, is complete   load
 //   full(work tiles)    1: producer of Q tiles               producer of stages, consumers
-//   empty(work tiles)   1: producer of stages; 8: each       producer of Q tiles, before it
-//                       consumer warp, after the tile        describes another
+//   empty(work tiles)   1: producer of stages; 256: each     producer of Q tiles, before it
+//                       consumer thread, after the tile      describes another
 //   fetch               1: producer of stages, before the    producer of Q tiles, before it
 //                       last loads of a tile                 fetches the next
 #pragma once
@@ -63,7 +63,7 @@ struct Fa3BackwardDQGemm : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
 
     FLASH_DEVICE void init() const {
         pipeline.init(kConsumers * 4);
-        work_tiles.init(kConsumers * 4 + 1);  // and the producer of stages
+        init_work_tiles(1);  // of stages
     }
 
     FLASH_DEVICE void begin() const {

@@ -100,7 +100,7 @@ struct Fa3BackwardProducers : Fa3Cta<std::conditional_t<contains(kOptions, Optio
         do_pipeline.init(kReaders);
         k_pipeline.init(kReaders);
         v_pipeline.init(kReaders);
-        work_tiles.init(kWarps + 3);  // and the other producers
+        this->init_work_tiles(3);
         if constexpr (kBias) bias_pipeline().init(kWarps);
         for (int i = 0; i < kConsumers; ++i) dq_pipeline(i).init(1, 4);
         ptx::mbarrier_init(ds_barrier(0), kWarps);
@@ -362,7 +362,7 @@ struct Fa3BackwardProducers : Fa3Cta<std::conditional_t<contains(kOptions, Optio
 
     // The KV tiles that a Q tile sees before this one. With a mask of tiles only if they add in
     // order; negative if none of the Q tile's queries exists or sees the KV tile: dQ is 0, and the
-    // lists of KV tiles may have more than those of Q tiles.
+    // lists of KV tiles may have more than lists of Q tiles.
     FLASH_DEVICE int tiles_before(const KeyTile& tile, int head, int first_row) const {
         if constexpr (kMask) {
             if (!params.deterministic) return 0;

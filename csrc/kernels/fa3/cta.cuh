@@ -120,10 +120,14 @@ struct Fa3Cta {
                            });
     }
 
-    // By all lanes of a warp, after the last read of the description of a tile.
+    // By one thread. producers: their threads that read the descriptions of tiles.
+    FLASH_DEVICE void init_work_tiles(int producers) const {
+        work_tiles.init(kConsumers * 128 + producers);
+    }
+    // By each thread that reads the description of a tile, after its last read.
     FLASH_DEVICE void end_work_tile(WorkTileState& t) const {
-        __syncwarp();
-        release_and_advance(work_tiles.descriptions, t);
+        work_tiles.descriptions.consumer_release(t);
+        t.advance();
     }
 };
 

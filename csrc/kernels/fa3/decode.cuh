@@ -1,4 +1,4 @@
-// Decoding: few queries, whose time is that of reading K and V (Flash-Decoding, Dao et al. 2023).
+// Decoding: few queries, whose time goes to reading K and V (Flash-Decoding, Dao et al. 2023).
 //
 // The rows of a tile are queries, or the heads of a group (packed GQA, QueryTiles): 16, the fewest
 // that tensor cores take, or a few times as many. It is computed as in fa2, by mma.sync. Its keys
@@ -17,7 +17,7 @@
 // that is last combines them. So there is no second kernel.
 //
 // K and V of 8 bits, beside Q of 16, halve the bytes. A warp's blocks are then of 32 keys, as many
-// bytes as 16 have in 16 bits. The matmuls are those of halves: K and V become halves in registers
+// bytes as 16 have in 16 bits. The matmuls are of halves: K and V become halves in registers
 // (tile/bytes.cuh), and Q before the loop; keys are their rows (decode_blocks.cuh). Sums times Q's
 // and K's factors are the scores; V's descales come at the end. All calls with such inputs run
 // here, with many Q tiles, too.

@@ -154,7 +154,7 @@ struct ColumnSoftmax {
     }
 };
 
-// Q of halves as B. That of eight queries stays in registers.
+// Q of halves as B. Eight queries stay in registers.
 template <class QTile, int kRows>
 struct QAsColumns {
     QTile source;

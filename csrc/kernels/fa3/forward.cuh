@@ -47,9 +47,9 @@
 //                       has been added
 //   full(work tiles)    1: K's producer                      Q's and V's producers, consumers
 //   empty(work tiles)   2: Q's and V's producers, when all   K's producer, before it describes
-//                       loads of the tile are issued; 4 a    another tile
-//                       consumer: each warp, when its rows
-//                       of O are stored
+//                       loads of the tile are issued; 128 a  another tile
+//                       consumer: each thread, when its
+//                       rows of O are stored
 //   ping-pong (named)   128: consumer i, when its matmuls    consumer i + 1 (its 128 threads count
 //                       are started, or when it is about     too), before it starts its own
 //                       to store a result
@@ -59,10 +59,11 @@
 //
 //   barrier             arrivals per phase                   who waits
 //   full(work tiles)    1: the producer that fetches         Q's, K's and V's producers, consumers
-//   empty(work tiles)   3: Q's, K's and V's producers, when  the producer that fetches, before it
-//                       all loads of the tile are issued; 4  describes another tile
-//                       a consumer: each warp, when its
-//                       rows of O are stored
+//   empty(work tiles)   65: Q's producer and each lane of    the producer that fetches, before it
+//                       K's and V's, when all loads of the   describes another tile
+//                       tile are issued; 128 a consumer:
+//                       each thread, when its rows of O are
+//                       stored
 //   fetch               1: K's producer, a few iterations    the producer that fetches, before it
 //                       before its tile's last one           fetches the next tile
 #pragma once
@@ -132,7 +133,7 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
     using Tiles::Tiles;
 
     FLASH_DEVICE void init() const {
-        this->init_pipelines(1, kPages ? 3 : 2);  // the producers of Q and V read work tiles
+        this->init_pipelines(1, kPages ? 1 + 2 * 32 : 2);  // Q's producer, and V's and K's
     }
 
     FLASH_DEVICE void produce() const {

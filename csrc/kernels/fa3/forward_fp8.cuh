@@ -25,9 +25,11 @@
 //   full(V's descales)  32: each thread of the warp that is  consumers, before they store O
 //                       V's producer
 //   full(V)             1: its producer; and TMA's bytes,    consumers, before P V
-//                       unless those of a partial V
+//                       unless V is partial
 //   full(partial V)     1: V's producer; and TMA's bytes     V's producer, before it clears the
 //                                                            unused keys of the last group of 16
+//   empty(work tiles)   33: Q's producer and each lane of    K's producer
+//                       V's, when done; 128 a consumer
 //
 // In a kernel that transposes V
 //
@@ -39,9 +41,9 @@
 //                       is complete
 //   full(row-major V)   1: K's producer; and TMA's bytes     the warps that transpose
 //   empty(row-major V)  2: each warp that transposes         K's producer, before the next load
-//   empty(work tiles)   3: Q's producer and each warp that   K's producer
+//   empty(work tiles)   65: Q's producer and each lane that  K's producer
 //                       transposes, when they are done with
-//                       the tile; 4 a consumer
+//                       the tile; 128 a consumer
 #pragma once
 
 #include <cfloat>
@@ -109,7 +111,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
     static constexpr bool kWholeKBlocks = kBlockKV % kDescaleRows == 0;
 
     FLASH_DEVICE void init() const {
-        this->init_pipelines(warps_of_v(), 1 + warps_of_v());  // Q's producer and V's read tiles
+        this->init_pipelines(warps_of_v(), 1 + 32 * warps_of_v());  // Q's producer and V's
         if constexpr (kMayTransposeV) row_major_v().init(kTransposingWarps);
         for (uint64_t& full : storage.v_descales_full)
             ptx::mbarrier_init(ptx::shared_address(&full), 32 * warps_of_v());
@@ -394,7 +396,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, k
 
     // --- Steps of an iteration ---
 
-    // P V occupies the registers of the first keys' scores; those of the others are a wgmma of
+    // P V occupies the registers of the first keys' scores; the others' are a wgmma of
     // their own.
     static constexpr int kFirstKeys = min_of(kBlockKV, kPartialCols);
     static constexpr int kOtherKeys = kBlockKV - kFirstKeys;

@@ -5,7 +5,7 @@
 // kernel of its own combines the splits (combine.cuh): the last split would take much longer, alone
 // on its SM (docs/notes/021-combination.md). If there are few queries and heads share keys, the
 // rows of a Q tile are the heads of a group (packed GQA, QueryTiles). Their results are stored as
-// those of splits; with one split and one tile a CTA they are written to out at once. The kernels
+// splits' results; with one split and one tile a CTA they are written to out at once. The kernels
 // for both load Q in boxes of eight rows, of eight heads or of eight queries: with packed GQA, no
 // more rows of a tile are adjacent in memory.
 #pragma once
@@ -104,7 +104,8 @@ struct Fa3ForwardTiles
     FLASH_DEVICE explicit Fa3ForwardTiles(const Params& p)
         : Cta(p, shared_storage<SharedStorage>().work_tiles) {}
 
-    // producers_of_v: arrivals that fill a V stage; tile_readers: producers that read work tiles.
+    // producers_of_v: arrivals that fill a V stage; tile_readers: threads of producers that read
+    // work tiles.
     FLASH_DEVICE void init_pipelines(int producers_of_v, int tile_readers) const {
         constexpr int kReaders = kConsumers * 4, kReleases = kReaders * kReleasesByWarp;
         ptx::prefetch_tensor_map(params.q_map);
@@ -113,7 +114,7 @@ struct Fa3ForwardTiles
         q_pipeline.init(kReleases);
         k_pipeline.init(kReleases);
         v_pipeline.init(kReleases, producers_of_v);
-        work_tiles.init(kReaders + tile_readers);
+        Cta::init_work_tiles(tile_readers);
         if constexpr (kBias) {
             ptx::prefetch_tensor_map(params.bias_map.map);
             bias_pipeline().init(kReaders);

@@ -97,7 +97,7 @@ FLASH_DEVICE void store_dbias_rows(const Params& params, const Scores& ds, const
     }
 }
 
-// By all consumers: zeros where the Q tiles are none of those of the KV tile. Rows of dbias are a
+// By all consumers: zeros for the Q tiles that do not see the KV tile. Rows of dbias are a
 // multiple of 16 bytes.
 template <int kBlockQ, int kBlockKV, class Params>
 FLASH_DEVICE void store_dbias_zeros(const Params& params, const KeyTile& tile, int first_head,

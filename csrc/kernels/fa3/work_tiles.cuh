@@ -235,8 +235,8 @@ FLASH_DEVICE void store_zeros(const GlobalTile<Element>& g) {
     }
 }
 
-// Stores dK or dV to rows of gradient_rows(). That of parts is in float32, a number in the place of
-// two elements.
+// Stores dK or dV to rows of gradient_rows(). The gradient of parts is in float32, a number in the
+// place of two elements.
 template <class Element, class Gradient>
 FLASH_DEVICE void store_gradient(const BackwardParams& params, const GlobalTile<Element>& g,
                                  const Gradient& x) {

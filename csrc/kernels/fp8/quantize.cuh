@@ -37,7 +37,7 @@ FLASH_DEVICE void store_block_descales(const QuantizeParams& params, const RowTi
         descale[i] = 1.f;
 }
 
-// Stores a warp's results: a lane stores those of the vectors 64 i + 2 lane, the first of them at
+// Stores a warp's results: a lane stores the results of vectors 64 i + 2 lane, the first of them at
 // `at`, and of the next ones. Rows that are not in use become 0, but not -0.
 template <class Layout>
 FLASH_DEVICE void store_results(const QuantizeParams& params, const TilePosition<Layout>& at,

@@ -17,7 +17,7 @@
 // elements there are none up to kDim 64. Beyond that a thread has 128: none at 128, one for each
 // element at 256.
 //
-// The order of the butterflies is that of the CPU kernels, so that results are the same bit by bit.
+// The butterflies have the order of the CPU kernels, so that results are the same bit by bit.
 // Tensor cores would add in another one.
 #pragma once
 
@@ -127,7 +127,7 @@ class TileRows {
 
     // The largest magnitude after the last butterflies, found before they are made: of a + b and
     // a - b, rounded, the larger magnitude is |a| + |b|, rounded. Infinite or NaN where one of
-    // a and b is, or the sum overflows. The order of floats without a sign is that of their bits,
+    // a and b is, or the sum overflows. Floats without a sign have the order of their bits,
     // of which one instruction has the maximum of three (on sm_90).
     __device__ float amax_before_last() const {
         constexpr int kHalf = kRotates ? kElements / 2 : kElements;
@@ -251,7 +251,7 @@ class TileRows {
         }
     }
 
-    // All but those of the largest distance. `factor` is a power of two.
+    // All but the butterflies of the largest distance. `factor` is a power of two.
     __device__ void first_butterflies(float factor) {
 #pragma unroll
         for (int n = 0; n < kUnits; ++n) {

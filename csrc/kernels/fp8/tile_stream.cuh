@@ -32,11 +32,11 @@ inline constexpr int kMaxQuantizeThreads = kScaleRows * kMaxQuantizeDim / 64;
 
 // How the threads of a CTA share a tile, and where its vectors are in shared memory: permuted
 // within 128 bytes, so that lanes that read one of different rows use different banks. A lane's
-// vectors are 2^kSwizzle ones after those of the lane before, or fewer. Results have pieces of 8
-// bytes, whose pairs are permuted the same way, with kResultSwizzle.
+// vectors are 2^kSwizzle ones after the vectors of the lane before, or fewer. Results have pieces
+// of 8 bytes, whose pairs are permuted the same way, with kResultSwizzle.
 //
 // Permutations are linear: swizzled(a ^ b) = swizzled(a) ^ swizzled(b). So the address of a vector
-// whose number is that of a lane and a constant, without common bits, takes one instruction:
+// whose number is a lane's plus a constant, without common bits, takes one instruction:
 // vector_address().
 //
 // kTileCtas: two CTAs of a cluster can share a tile. (With one, an SM has no registers for two
@@ -54,7 +54,7 @@ struct TileLayout {
     static int threads(const QuantizeParams& params) {
         return kScaleRows * params.head_dim / (8 * kVectors * kCtas);
     }
-    // This thread's number among those of the tile.
+    // This thread's number among the tile's.
     static FLASH_DEVICE uint32_t thread() {
         return kCtas == 1 ? threadIdx.x : ptx::cta_rank() * blockDim.x + threadIdx.x;
     }
@@ -85,7 +85,7 @@ struct WarpMean {
 template <class Layout>
 struct alignas(128) WarpRows {
     uint4 x[Layout::kWarpVectors];  // swizzled()
-    RowTile tiles[2];               // the one in registers, and that of `x`
+    RowTile tiles[2];               // the one in registers, and the one of `x`
     WarpMean mean;                  // of the head of the tile in registers, or of an earlier one
     alignas(128) uint2 x_8bit[Layout::kWarpVectors];  // swizzled_piece()
 };

@@ -1,5 +1,5 @@
 // The backward for short sequences (tile.cuh). All of a head is one tile, so S, P, dP and dS are
-// computed once, and no gradient is summed over CTAs but that of the bias.
+// computed once, and only the bias's gradient is summed over CTAs.
 //
 //     for each head of the walk, rows are queries:
 //         delta = rowsum(dO * O) - dlse       before the matmuls: no preprocess pass
@@ -16,9 +16,9 @@
 // the order of the CTAs. A single CTA adds what a broadcast row or column of the bias sums up.
 //
 // Shared memory: kStages x (Q, K, V, dO, O [64][D]); P, dS [64][64]; the bias, at the end the sums.
-// dQ leaves through O's rows, dK and dV through those of K and V.
+// dQ leaves through O's rows, dK and dV through K's and V's.
 //
-// Barriers, beside those of the walk: P and dS are complete, and all warps have left K and V.
+// Barriers, beside the walk's: P and dS are complete, and all warps have left K and V.
 #pragma once
 
 #include "kernels/common/backward_math.cuh"

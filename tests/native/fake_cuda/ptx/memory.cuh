@@ -21,10 +21,4 @@ inline unsigned long long atom_add_acq_rel(unsigned long long* p, unsigned long 
 }
 inline void red_add_release(int* p, int value) { atomicAdd(p, value); }
 
-// Reads the ends, which must be the tensor's.
-inline void prefetch_to_l2(const void* p, int bytes) {
-    const auto* x = static_cast<const volatile char*>(p);
-    static_cast<void>(x[0] + x[bytes - 1]);
-}
-
 }  // namespace flash_ext::ptx
