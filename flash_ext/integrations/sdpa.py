@@ -166,7 +166,7 @@ def _by_mask(
     return out.transpose(1, 2)
 
 
-def _sdpa(
+def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -177,7 +177,8 @@ def _sdpa(
     enable_gqa: bool = False,
 ) -> Tensor:
     """`torch.nn.functional.scaled_dot_product_attention` while flash_ext is active: torch's own,
-    but for large bool masks."""
+    but for large bool masks. It has the same name, by which torch's context_parallel replaces it.
+    """
     if attn_mask is not None and not (is_compiling() or dropout_p or is_causal):
         out = _by_mask(query, key, value, attn_mask, scale, enable_gqa)
         if out is not None:
@@ -193,7 +194,7 @@ class Handle:
         self._originals: Library | None = originals
         _override(True, with_out)
         if F.scaled_dot_product_attention is _torch_sdpa:
-            F.scaled_dot_product_attention = _sdpa
+            F.scaled_dot_product_attention = scaled_dot_product_attention
         self._cudnn = torch.backends.cuda.cudnn_sdp_enabled()
         torch.backends.cuda.enable_cudnn_sdp(False)
 
@@ -201,7 +202,7 @@ class Handle:
         """End the overrides; a second call does nothing."""
         if self._originals is not None:
             _override(False, False)
-            if F.scaled_dot_product_attention is _sdpa:
+            if F.scaled_dot_product_attention is scaled_dot_product_attention:
                 F.scaled_dot_product_attention = _torch_sdpa
             self._originals = None  # its ops go with the library
             if not torch.backends.cuda.cudnn_sdp_enabled():  # as it was left here
