@@ -122,7 +122,7 @@ def test_peers_of_shapes_and_whole_models(tmp_path: Path) -> None:
     cells = results.load("options", tmp_path)
     found = subjects.shaped_table(cells, ("flash_attn_3", "flash_attn_4")).splitlines()[-1]
     forward, backward = "1,000 | 2,000 | – | 1,500", "2,000 | 4,000 | – | 6,000"
-    assert found == f"| 2 x 64, 4/2 heads of 64 | {forward} | {backward} | 1.50 |"
+    assert found == f"| 2 x 64, 4/2 heads of 64, causal | {forward} | {backward} | 1.50 |"
     line = row("providers", {"sdpa": 3.0, "flash_ext": 2.0}, {"model": "m"})
     line["result"]["ratio"] = 1.5
     results.append(tmp_path / "models.jsonl", [line])

@@ -190,7 +190,7 @@ def options_section(folder: Path) -> Iterator[str]:
         )
         yield shaped_table(biases, SHAPED_PEERS["bias"])
     if capped := select(every, table="softcap"):
-        yield f"softcap, causal: {provenance(capped)}. µs; the peers are flash-attn 3 and 4."
+        yield f"softcap: {provenance(capped)}. µs; the peers are flash-attn 3 and 4."
         yield shaped_table(capped, SHAPED_PEERS["softcap"])
     if dropped := select(every, table="dropout"):
         yield f"dropout_p 0.1: {provenance(dropped)}. µs; the peers are SDPA's flash and cuDNN."

@@ -79,11 +79,11 @@ def device_of(folder: Path) -> str:
 
 
 def gpu_folders(subject: str = "*") -> list[Path]:
-    """The devices with results of a subject, the CPU's smoke tests aside; the one of which most is
-    measured first."""
+    """The devices with results of a subject, the CPU's smoke tests aside; the one with most speeds
+    first."""
     folders = [p for p in sorted(common.RESULTS.glob("*")) if p.is_dir() and p.name != "cpu"]
     found = [p for p in folders if any(p.glob(f"{subject}.jsonl"))]
-    return sorted(found, key=lambda p: -len(list(p.glob("*.jsonl"))))
+    return sorted(found, key=lambda p: -len(results.read(p / "compare.jsonl")))
 
 
 def main_gpu() -> Path | None:
