@@ -13,7 +13,13 @@ from .cpu.checks import check_offsets
 from .mask import Mask
 from .ops.checks import refuse, require_ints
 from .ops.options import MASK_BLOCK, MASK_OPTIONS
-from .ops.torch_private import constant_when_compiled, in_transforms, ordinary_tensors
+from .ops.torch_private import (
+    constant_when_compiled,
+    in_dispatch_mode,
+    in_trace,
+    in_transforms,
+    ordinary_tensors,
+)
 
 BAND = ("causal", "window_left", "window_right")
 """The options that a mask has within it."""
@@ -82,9 +88,11 @@ def with_bool_bias(
 ) -> dict[str, Any]:
     """The options of the ops, where a large bool bias on a GPU is a mask if kernels have it.
 
-    bias is the caller's tensor, by which its mask is kept.
+    bias is the caller's tensor, by which its mask is kept. A traced graph would have that mask as a
+    constant.
     """
-    if is_compiling() or in_transforms() or not (q.is_cuda and q.dim() == k.dim() == 4):
+    traced = is_compiling() or in_trace() or in_dispatch_mode() > 0
+    if traced or in_transforms() or not (q.is_cuda and q.dim() == k.dim() == 4):
         return given
     sizes = q.shape[1], k.shape[1]
     if sizes[0] * sizes[1] < WORTH_A_MASK or not all(map(ops.is_real, (q, bias))):

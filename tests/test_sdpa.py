@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from compiled import load_host_side
 from forked import run_python
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, current_flash_attention_impl, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
@@ -923,6 +924,43 @@ def test_large_bool_masks_that_stay_with_torch(torchs, made):
     assert not made
     expected = by_math(q, k, v, visible, dout)[0]
     torch.testing.assert_close(out.double(), expected, rtol=3e-2, atol=3e-2)
+
+
+class Attention(torch.nn.Module):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
+
+
+TRACERS = {
+    "fx": lambda module, _: torch.fx.symbolic_trace(module),
+    "make_fx": lambda module, inputs: make_fx(module)(*inputs),
+    "script": lambda module, _: torch.jit.script(module),
+    "trace": lambda module, inputs: torch.jit.trace(module, inputs),
+}
+
+
+@pytest.mark.parametrize("tracer", TRACERS)
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_tracers_take_the_function_for_torchs(tracer, active):
+    q, k, v, _ = (x.detach() for x in mask_inputs())
+    visible = torch.rand(q.shape[-2], k.shape[-2]) < 0.7
+    traced = TRACERS[tracer](Attention(), (q, k, v, visible))
+    torch.testing.assert_close(traced(q, k, v, ~visible), Attention()(q, k, v, ~visible))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tracer", TRACERS)
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_a_mask_is_no_constant_of_a_graph(tracer, torchs):
+    q, k, v, dout = (x.detach() for x in mask_inputs(600, 600, 64, 64, torch.bfloat16, "cuda"))
+    masks = [torch.rand(600, 600, device="cuda") < x for x in (0.7, 0.3)]
+    with sdpa.activated():
+        Attention()(q, k, v, masks[0])  # the mask is kept
+        traced = TRACERS[tracer](Attention(), (q, k, v, masks[0]))
+        found = [traced(q, k, v, x) for x in masks]
+    for x, visible in zip(found, masks, strict=True):
+        expected = by_math(q, k, v, visible, dout)[0]
+        torch.testing.assert_close(x.double(), expected, rtol=3e-2, atol=3e-2)
 
 
 def test_small_masks_stay_with_torch(active):

@@ -144,13 +144,13 @@ def _by_mask(
     query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float | None, gqa: bool
 ) -> Tensor | None:
     """SDPA of (B, H, S, D) with a bool mask as a `flash_ext.Mask`; None if torch must run it."""
+    if not type(query) is type(key) is type(value) is type(visible) is Tensor:
+        return None
     if not (visible.dtype == torch.bool and query.dim() == key.dim() == value.dim() == 4):
         return None
     if query.shape[2] * key.shape[2] < masked.WORTH_A_MASK:
         return None
     if not (gqa or query.shape[1] == key.shape[1]):
-        return None
-    if not type(query) is type(key) is type(value) is type(visible) is Tensor:
         return None
     if torch_private.in_function_mode() or not torch.backends.cuda.mem_efficient_sdp_enabled():
         return None
@@ -179,12 +179,16 @@ def scaled_dot_product_attention(
     """`torch.nn.functional.scaled_dot_product_attention` while flash_ext is active: torch's own,
     but for large bool masks. It has the same name, by which torch's context_parallel replaces it.
     """
-    if attn_mask is not None and not (is_compiling() or dropout_p or is_causal):
+    # No Proxy of torch.fx, whose truth is unknown.
+    if type(attn_mask) is Tensor and not (is_compiling() or dropout_p or is_causal):
         out = _by_mask(query, key, value, attn_mask, scale, enable_gqa)
         if out is not None:
             return out
     positional = query, key, value, attn_mask, dropout_p, is_causal
     return _torch_sdpa(*positional, scale=scale, enable_gqa=enable_gqa)
+
+
+torch_private.script_as(scaled_dot_product_attention, "aten::scaled_dot_product_attention")
 
 
 class Handle:

@@ -65,6 +65,9 @@ in_function_mode: Callable[[], bool] = _find("torch._C._is_torch_function_mode_e
 in_dispatch_mode: Callable[[], int] = _find("torch._C._len_torch_dispatch_stack") or _perhaps
 """How many TorchDispatchModes are on."""
 
+in_trace: Callable[[], bool] = _find("torch._C._is_tracing") or _perhaps
+"""Whether torch.jit.trace records."""
+
 in_autocast: Callable[[], bool] = _find("torch._C._is_any_autocast_enabled") or _perhaps
 """Whether autocast is on for a type of device."""
 
@@ -311,6 +314,18 @@ def constant_when_compiled(function: _F) -> _F:
     """torch.compiler.assume_constant_result, which would import the compiler: a second."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+_register_builtin = _find("torch.jit._builtins._register_builtin")
+
+
+def script_as(function: Callable[..., Any], op: str) -> None:
+    """Have TorchScript call an op in place of a function, which it would compile otherwise.
+
+    Without this, torch.jit.script refuses code that calls the function.
+    """
+    if _register_builtin is not None:
+        _register_builtin(function, op)
 
 
 def version(x: Tensor) -> object:
