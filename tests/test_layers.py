@@ -308,3 +308,10 @@ def test_every_factory_names_its_device() -> None:
     assert {name: calls for name, calls in found.items() if calls} == {}
     code = "torch.zeros(3); torch.ones(2, device=d); x.new_zeros(1); torch.empty(2, **like)"
     assert list(placed_by_default(code)) == ["torch.zeros(3)"]
+
+
+def test_instantiations_have_types_in_full() -> None:
+    """By an alias of a function's type nvcc 13.2 ends in an internal error."""
+    for file in CSRC.glob("instantiate/*.cu"):
+        for found in re.findall(r"^template (?!struct).*?;", file.read_text(), re.M | re.S):
+            assert found.startswith("template cudaError_t ") and "cudaStream_t)" in found, file

@@ -1,5 +1,12 @@
 #include "kernels/fa3/decode.cuh"
 
-template flash_ext::ForwardLauncher flash_ext::fa3_decode_8_bits<64, 64>;
-template flash_ext::ForwardLauncher flash_ext::fa3_decode_8_bits<128, 128>;
-template flash_ext::ForwardLauncher flash_ext::fa3_decode_8_bits<256, 256>;
+namespace flash_ext {
+
+template cudaError_t fa3_decode_8_bits<64, 64>(const ForwardParams&, const ForwardKernel&,
+                                               cudaStream_t);
+template cudaError_t fa3_decode_8_bits<128, 128>(const ForwardParams&, const ForwardKernel&,
+                                                 cudaStream_t);
+template cudaError_t fa3_decode_8_bits<256, 256>(const ForwardParams&, const ForwardKernel&,
+                                                 cudaStream_t);
+
+}  // namespace flash_ext

@@ -1,5 +1,10 @@
 #include "kernels/fa3/decode.cuh"
 #include "kernels/fa3/forward.cuh"
 
-template flash_ext::ForwardLauncher flash_ext::fa3_forward<128, 128>;
-template flash_ext::ForwardLauncher flash_ext::fa3_decode<128, 128>;
+namespace flash_ext {
+
+template cudaError_t fa3_forward<128, 128>(const ForwardParams&, const ForwardKernel&,
+                                           cudaStream_t);
+template cudaError_t fa3_decode<128, 128>(const ForwardParams&, const ForwardKernel&, cudaStream_t);
+
+}  // namespace flash_ext

@@ -1,7 +1,16 @@
 #include "kernels/fa3/forward_fp8.cuh"
 
-template flash_ext::ForwardLauncher flash_ext::fa3_forward_fp8<64, 64>;
-template flash_ext::ForwardLauncher flash_ext::fa3_forward_fp8<96, 96>;
-template flash_ext::ForwardLauncher flash_ext::fa3_forward_fp8<128, 128>;
-template flash_ext::ForwardLauncher flash_ext::fa3_forward_fp8<192, 128>;
-template flash_ext::ForwardLauncher flash_ext::fa3_forward_fp8<256, 256>;
+namespace flash_ext {
+
+template cudaError_t fa3_forward_fp8<64, 64>(const ForwardParams&, const ForwardKernel&,
+                                             cudaStream_t);
+template cudaError_t fa3_forward_fp8<96, 96>(const ForwardParams&, const ForwardKernel&,
+                                             cudaStream_t);
+template cudaError_t fa3_forward_fp8<128, 128>(const ForwardParams&, const ForwardKernel&,
+                                               cudaStream_t);
+template cudaError_t fa3_forward_fp8<192, 128>(const ForwardParams&, const ForwardKernel&,
+                                               cudaStream_t);
+template cudaError_t fa3_forward_fp8<256, 256>(const ForwardParams&, const ForwardKernel&,
+                                               cudaStream_t);
+
+}  // namespace flash_ext

@@ -1,7 +1,15 @@
 #include "kernels/short/backward.cuh"
 #include "kernels/short/forward.cuh"
 
-template flash_ext::ForwardLauncher flash_ext::short_forward<32, 32>;
-template flash_ext::BackwardLauncher flash_ext::short_backward<32, 32>;
-template flash_ext::ForwardLauncher flash_ext::short_forward<64, 64>;
-template flash_ext::BackwardLauncher flash_ext::short_backward<64, 64>;
+namespace flash_ext {
+
+template cudaError_t short_forward<32, 32>(const ForwardParams&, const ForwardKernel&,
+                                           cudaStream_t);
+template cudaError_t short_backward<32, 32>(const BackwardParams&, const BackwardKernel&,
+                                            cudaStream_t);
+template cudaError_t short_forward<64, 64>(const ForwardParams&, const ForwardKernel&,
+                                           cudaStream_t);
+template cudaError_t short_backward<64, 64>(const BackwardParams&, const BackwardKernel&,
+                                            cudaStream_t);
+
+}  // namespace flash_ext

@@ -104,6 +104,7 @@ struct RowCopies {
     int count = 0;
 };
 
+// instantiate/ has these types in full: by the aliases nvcc 13.2 ends in an internal error.
 using ForwardLauncher = cudaError_t(const ForwardParams& params, const ForwardKernel& kernel,
                                     cudaStream_t stream);
 using BackwardLauncher = cudaError_t(const BackwardParams& params, const BackwardKernel& kernel,
