@@ -18,6 +18,7 @@ from __future__ import annotations
 import fcntl
 import gc
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -78,12 +79,32 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
     if config.option.markexpr == "not gpu":  # then most of the time would go to the others
         grids.DEVICES.remove("cuda")
+        # The compiler's own processes would each import torch, for a file or two.
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+        if "torch._inductor.config" in sys.modules:
+            torch._inductor.config.compile_threads = 1
     gc.disable()  # until all tests are there: nothing of them is garbage
+
+
+def pytest_pycollect_makeitem(name: str, obj: object) -> list[pytest.Item] | None:
+    """No cases of the tests for a GPU, of which there are thousands, if none is asked for."""
+    if "cuda" in grids.DEVICES or not name.startswith("test"):
+        return None
+    return [] if any(mark.name == "gpu" for mark in getattr(obj, "pytestmark", ())) else None
 
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # what every later collection would look at, for a third of a second
     gc.enable()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_the_last_file() -> Iterator[None]:
+    """No later collection looks at what a file leaves: imports, and what it has cached. Some files
+    (and benchmarks, which collect before they time) spent most of their time on it."""
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import itertools
 import os
 import random
@@ -34,8 +35,8 @@ from flash_ext.integrations.distributed import algorithms, engines, request, tra
 
 Tensor = torch.Tensor
 SLOW_IMPORTS = [
-    *("torch", "torch.distributed.tensor", "pytest", "hypothesis"),
-    "flash_ext.integrations.distributed",
+    *("torch", "torch.distributed.tensor", "torch._dynamo.testing", "pytest", "hypothesis"),
+    *("flash_ext.integrations.distributed", "distributed_cases"),
 ]
 """What every process would take seconds to import: a server does, once, and forks them."""
 
@@ -330,6 +331,7 @@ def mesh_of(ranks: int, device: str) -> DeviceMesh:
 def _process(
     rank: int, ranks: int, device: str, port: int, errors: Any, checks: tuple[Callable[..., None]]
 ) -> None:
+    gc.freeze()  # what the server has imported, no collection looks at
     warnings.simplefilter("ignore")
     os.environ.pop("CUDA_MPS_PIPE_DIRECTORY", None)  # ranks share memory, not a context
     torch.set_num_threads(1)

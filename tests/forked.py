@@ -1,4 +1,4 @@
-"""Python processes that have torch already: forks of one that has imported it and nothing else.
+"""Python processes that have torch already: forks of one that has imported it and setuptools.
 
 For tests that need a process of their own. Torch's import takes longer than most of what they ask.
 """
@@ -15,10 +15,11 @@ import tempfile
 from pathlib import Path
 
 SERVER = """
-import atexit, json, os, runpy, sys, traceback
-import torch
+import atexit, gc, json, os, runpy, sys, traceback
+import setuptools, torch, torch.testing, torch.utils.flop_counter
 
 path, served = sys.path[1:], sys.stdin
+gc.freeze()  # at what is imported no collection in a fork needs to look
 
 
 def run(first, words):

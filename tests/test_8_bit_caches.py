@@ -287,19 +287,24 @@ def quantized(seed: int, dtype: torch.dtype = torch.bfloat16) -> Call:
     return call
 
 
+LARGEST = {FP8: 448.0, torch.int8: 127.0}
+
+
 def to_8_bits(x: Tensor, descale: Tensor, dtype: torch.dtype) -> Tensor:
     """Numbers in float32, one by one: the nearest of the type, found by search."""
-    table = torch.arange(256, dtype=torch.uint8).view(dtype).float()
-    if dtype == torch.int8:
-        table = table.where(table >= -127, math.inf)
-    table = table.where(table.isfinite(), math.inf).double()
+    table = torch.arange(256, dtype=torch.uint8).view(dtype).double()
+    finite = table.isfinite() & (table.abs() <= LARGEST[dtype])
+    codes = table.where(finite, math.inf).argsort()[: int(finite.sum())]
     found = torch.where(descale == 0, torch.zeros(()), x / descale)
-    largest = 127.0 if dtype == torch.int8 else 448.0
-    distance = (found.double().clamp(-largest, largest)[..., None] - table).abs()
+    exact = found.double().clamp(-LARGEST[dtype], LARGEST[dtype])
+    # Those around it, of which two may be 0.
+    places = torch.searchsorted(table[codes], exact)[..., None] + torch.arange(-2, 2)
+    near = codes[places.clamp(0, len(codes) - 1)]
+    distance = (exact[..., None] - table[near]).abs()
     nearest = distance == distance.nan_to_num(math.inf).amin(-1, keepdim=True)
-    even = torch.arange(256) % 2 == 0
-    negative = torch.signbit(found)[..., None] == (torch.arange(256) >= 128)
-    best = (nearest * (4 + 2 * even + negative)).argmax(-1)
+    negative = torch.signbit(found)[..., None] == (near >= 128)
+    best = (nearest * (4 + 2 * (near % 2 == 0) + negative)).argmax(-1, keepdim=True)
+    best = near.gather(-1, best).squeeze(-1)
     bits = torch.where(found.isnan(), 0 if dtype == torch.int8 else 127, best)
     return bits.to(torch.uint8).view(dtype)
 

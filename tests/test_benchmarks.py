@@ -49,8 +49,12 @@ SETUP = {"device": "D", "torch": "2", "kernels": "k", "digest": "d", "date": "20
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
-    """Runs a script on the CPU, and returns the rows that it adds to a file."""
+    """Runs a script on the CPU, and returns the rows that it adds to a file.
+
+    As if all calls were slow, each is timed as seldom as such ones are.
+    """
     numbers = itertools.count()
+    monkeypatch.setattr(common.timing, "SLOW_SECONDS", 0.0)
 
     def rows(main: Callable[[], int], *given: object, status: int = 0) -> list[dict[str, Any]]:
         out = tmp_path / f"results-{next(numbers)}.jsonl"

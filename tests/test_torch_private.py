@@ -27,7 +27,7 @@ NEEDED_BY_TORCH_FUNC = {
 
 # Torch is imported once, and flash_ext in a fork for each case.
 SCRIPT = """
-import json, os, pkgutil, sys, traceback, warnings
+import gc, json, os, pkgutil, sys, traceback, warnings
 import torch
 import torch._dynamo  # as torch.func does, once instead of in each fork
 from torch.autograd import forward_ad
@@ -122,6 +122,7 @@ def check():
 with forward_ad.dual_level():
     forward_ad.make_dual(torch.ones(1), torch.ones(1))
 torch.vmap(torch.sum)(torch.ones(1, 1))
+gc.freeze()
 
 for case in sys.argv[1:]:
     if os.fork() == 0:

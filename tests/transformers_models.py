@@ -48,6 +48,14 @@ _SMALL: list[tuple[str, int | None]] = [
 ]
 
 
+def without_docstring(decorated: Any = None, **_: object) -> Any:
+    return (lambda x: x) if decorated is None else decorated
+
+
+# To make the docstrings of a model costs about as much as to run a small one.
+transformers.utils.auto_docstring = without_docstring
+
+
 class TooLarge(ValueError):
     """A model has many parameters although its configuration was made small."""
 
