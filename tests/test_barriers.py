@@ -55,8 +55,8 @@ CALLS = {
 OPTIONS = {
     "splits": {"num_splits": 2, "seqlen_k": 1400},
     "packed GQA": {"num_splits": 2, "seqlen_k": 1400, "pack_gqa_log2": 3},
-    "fixed splits": {"num_splits": 3, "seqlen_k": 2100, "split_ctas": 2},
-    "merged splits": {"num_splits": 3, "seqlen_k": 2100, "split_ctas": 1},
+    "fixed splits": {"num_splits": 3, "seqlen_k": 4200, "split_ctas": 2},
+    "merged splits": {"num_splits": 3, "seqlen_k": 4200, "split_ctas": 1},
 }
 # The workspace for dS is of dense batches, and so is a bias.
 DENSE = ("stores dS", "dq_gemm", "decode", "bias")
