@@ -48,7 +48,7 @@ def check_on_the_cpu(ranks: int, device: str) -> None:
         context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * len(buffers)),
     ):
         # torch wraps F's function, and puts the wrapper where the function's name says.
-        assert F.scaled_dot_product_attention is not sdpa.scaled_dot_product_attention
+        assert F.scaled_dot_product_attention is not sdpa._sdpa
         *parts, of_rank, out_here, dq_here, dk_here, dv_here = (x.clone() for x in buffers)
         assert parts[0].shape[2] == 8
         leaves = [DTensor.from_local(x, mesh, [Shard(2)]).requires_grad_() for x in parts]

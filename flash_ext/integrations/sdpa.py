@@ -166,7 +166,7 @@ def _by_mask(
     return out.transpose(1, 2)
 
 
-def scaled_dot_product_attention(
+def _sdpa(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -177,8 +177,7 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """`torch.nn.functional.scaled_dot_product_attention` while flash_ext is active: torch's own,
-    but for large bool masks. It has the same name, by which torch's context_parallel replaces it.
-    """
+    but for large bool masks."""
     # No Proxy of torch.fx, whose truth is unknown.
     if type(attn_mask) is Tensor and not (is_compiling() or dropout_p or is_causal):
         out = _by_mask(query, key, value, attn_mask, scale, enable_gqa)
@@ -188,7 +187,8 @@ def scaled_dot_product_attention(
     return _torch_sdpa(*positional, scale=scale, enable_gqa=enable_gqa)
 
 
-torch_private.script_as(scaled_dot_product_attention, "aten::scaled_dot_product_attention")
+_sdpa.__name__ = _torch_sdpa.__name__  # by which torch's context_parallel replaces it
+torch_private.script_as(_sdpa, "aten::scaled_dot_product_attention")
 
 
 class Handle:
@@ -198,7 +198,7 @@ class Handle:
         self._originals: Library | None = originals
         _override(True, with_out)
         if F.scaled_dot_product_attention is _torch_sdpa:
-            F.scaled_dot_product_attention = scaled_dot_product_attention
+            F.scaled_dot_product_attention = _sdpa
         self._cudnn = torch.backends.cuda.cudnn_sdp_enabled()
         torch.backends.cuda.enable_cudnn_sdp(False)
 
@@ -206,7 +206,7 @@ class Handle:
         """End the overrides; a second call does nothing."""
         if self._originals is not None:
             _override(False, False)
-            if F.scaled_dot_product_attention is scaled_dot_product_attention:
+            if F.scaled_dot_product_attention is _sdpa:
                 F.scaled_dot_product_attention = _torch_sdpa
             self._originals = None  # its ops go with the library
             if not torch.backends.cuda.cudnn_sdp_enabled():  # as it was left here
