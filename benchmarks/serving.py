@@ -204,7 +204,7 @@ class Case:
 def measure(cell: Json, timer: Timer, rounds: int) -> Json:
     """The results of all who take a cell, or why they do not."""
     case, errors = Case(cell, timer.device), {}
-    kept: list[Call] = []  # their tensors are what the graphs read
+    kept: list[Call] = []  # the graphs read their tensors
     exact = case.exact()
     makes: dict[str, Callable[..., Call]] = {"flash_ext": case.ours}
     if not case.options:
