@@ -6,7 +6,8 @@
 
 A step is a call of `flash_ext.integrations.distributed.attention`, forward and backward. Steps with
 new documents are timed beside steps with the same ones again, so both have the same work and "auto"
-the same method. Prints JSON. With --alone there are no other ranks, kernels or copies: a step is
+the same method. Prints JSON; "resident_mib" is the most memory of the process, eleven times on the
+way. With --alone there are no other ranks, kernels or copies: a step is
 what the host does until a call has its plan and the numbers of it that go to a device.
 """
 
@@ -16,6 +17,7 @@ import argparse
 import itertools
 import json
 import random
+import resource
 import statistics
 import time
 from collections.abc import Iterator
@@ -108,10 +110,12 @@ def times(steps: Steps, args: argparse.Namespace) -> Json:
     for _ in range(args.warm_up):
         edges = next(every)
         steps.time(edges), steps.time(edges)
+    resident = []  # at most, until then
     for edges in itertools.islice(every, args.steps):
         for of_name in found.values():
             of_name.append(steps.time(edges))
-    result: Json = {}
+        resident.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)
+    result: Json = {"resident_mib": resident[:: max(1, args.steps // 10)]}
     for name, pairs in found.items():
         host, whole = zip(*pairs, strict=True)
         result |= {f"host_ms_{name}": statistics.median(host), f"most_ms_{name}": max(whole),
@@ -123,7 +127,7 @@ def times(steps: Steps, args: argparse.Namespace) -> Json:
 def work(args: argparse.Namespace, device: torch.device) -> Json:
     cells = [
         {"method": method, "layout": layout} | times(Steps(args, device, method, layout), args)
-        for layout, method in itertools.product(LAYOUTS, METHODS)
+        for layout, method in itertools.product(args.layouts, args.methods)
     ]
     ranks = {"ranks": dist.get_world_size(), "cells": cells}
     return vars(args) | common.describe_setup(device) | ranks
@@ -154,6 +158,8 @@ def parse(given: list[str] | None = None) -> argparse.Namespace:
     add("--documents", type=int, default=1000)
     add("--heads", type=int, nargs=2, default=(32, 8), help="of q and of k")
     add("--dim", type=int, default=128)
+    add("--methods", nargs="*", default=METHODS, choices=METHODS)
+    add("--layouts", nargs="*", default=LAYOUTS, choices=LAYOUTS)
     add("--steps", type=int, default=30, help="that are timed")
     add("--warm-up", type=int, default=5)
     return parser.parse_args(given)

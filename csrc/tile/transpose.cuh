@@ -72,6 +72,7 @@ FLASH_DEVICE void transpose_fp8(uint32_t source, uint32_t target, int warp) {
 // one before. P is 0 there, but NaN times 0 is not. By a warp.
 template <class Tile>
 FLASH_DEVICE void clear_unused_keys(uint32_t tile, int keys) {
+#pragma unroll 2  // producers have few registers
     for (int channel = lane_id(); channel < Tile::kRows; channel += 32) {
         const uint32_t group = tile + Tile::offset(channel, keys / 16);
         uint32_t x[4];

@@ -285,7 +285,8 @@ struct BackwardTile {
         if constexpr (kBiasTiles) {
             const int first_query = walk.q_tile() * kBlockQ;
             BiasCursor<BiasTile, kThreads, kBlockQ> cursor;
-            cursor.start(params, sequence.batch, walk.head, first_query, first_key);
+            cursor.start(params, ptx::not_hoisted(sequence.batch), walk.head, first_query,
+                         first_key);
             cursor.template load<false>(bias_tile_at(walk.stage), params.bias.strides[2],
                                         params.seqlen_q - first_query, params.seqlen_k - first_key,
                                         0);

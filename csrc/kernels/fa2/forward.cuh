@@ -242,11 +242,10 @@ struct Fa2Forward {
         bias_cursor.start(params, sequence.batch, head, first_query + warp_row, kv_tile * kBlockKV);
     }
     template <bool kAllKeys>
-    FLASH_DEVICE void load_bias(int kv_tile) {
-        bias_cursor.template load<kAllKeys>(sBias() + warp_row * BiasTile::kPitch,
-                                            params.bias.strides[2],
-                                            params.seqlen_q - first_query - warp_row,
-                                            params.seqlen_k - kv_tile * kBlockKV, -kBlockKV);
+    FLASH_DEVICE void load_bias(int first_row, int kv_tile) {
+        bias_cursor.template load<kAllKeys>(
+            sBias() + warp_row * BiasTile::kPitch, params.bias.strides[2],
+            params.seqlen_q - first_row, params.seqlen_k - kv_tile * kBlockKV, -kBlockKV);
     }
 
     // S = Q K^T, masked.
@@ -265,7 +264,7 @@ struct Fa2Forward {
             __syncwarp();             // all lanes' copies have landed
             score_function().apply(rS, AFromRows<BiasTile>(sBias(), warp_row));
             __syncwarp();  // all lanes have read them
-            if (i > kv_tiles.begin) load_bias<true>(tile(kv_tiles, i - 1));
+            if (i > kv_tiles.begin) load_bias<true>(first_row, tile(kv_tiles, i - 1));
             ptx::cp_async_commit();
         } else if constexpr (changes_scores(kOptions)) {
             cta.score_function().apply(rS, first_row, keys.begin);
@@ -386,7 +385,8 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerSm)
         cta.commit(1);
         if constexpr (Kernel::kBiasTiles) {
             cta.start_bias(Kernel::tile(kv_tiles, last));
-            cta.template load_bias<false>(Kernel::tile(kv_tiles, last));
+            cta.template load_bias<false>(cta.first_query + cta.warp_row,
+                                          Kernel::tile(kv_tiles, last));
             ptx::cp_async_commit();
             ptx::cp_async_commit();  // as in the loop
         }
