@@ -243,9 +243,9 @@ struct Fa2Forward {
     }
     template <bool kAllKeys>
     FLASH_DEVICE void load_bias(int first_row, int kv_tile) {
-        bias_cursor.template load<kAllKeys>(
-            sBias() + warp_row * BiasTile::kPitch, params.bias.strides[2],
-            params.seqlen_q - first_row, params.seqlen_k - kv_tile * kBlockKV, -kBlockKV);
+        bias_cursor.template load<kAllKeys>(sBias() + warp_row * BiasTile::kPitch,
+                                            params.bias.strides[2], params.seqlen_q - first_row,
+                                            params.seqlen_k - kv_tile * kBlockKV, -kBlockKV);
     }
 
     // S = Q K^T, masked.

@@ -150,7 +150,8 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
         uint32_t bias = 0;              // position in its pipeline
         uint32_t ds = 0, ds_phase = 0;  // the stage of dS that dQ reads
         VisibleTiles q_tiles{};
-        Interval full{};  // indices
+        int last_first = 0;  // the KeyTile's: each read from shared memory is a wait
+        Interval full{};     // indices
         QTilePosition at{};
         int iterations = 0;                                     // left
         bool accumulate = false;                                // have dV and dK a sum already?
@@ -256,7 +257,7 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
     FLASH_DEVICE WarpScores<Element, Rows::kKeys, kOptions> warp_scores(const State& s,
                                                                         const KeyTile& tile,
                                                                         int col = 0) const {
-        int first_query = tile.q_tile(s.at.i) * kBlockQ;
+        int first_query = q_tile(s.last_first, s.at.i) * kBlockQ;
         if constexpr (Base::kMask) first_query = storage.mask.first_queries[s.q.stage];
         return {params, tile.sequence, s.at.head, tile.first_key + warp_key, first_query + col};
     }
@@ -296,7 +297,7 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
         DropoutMask mask = s.dropout;
         mask.head += s.at.head;
         for_each_words_transposed<Scores>(
-            mask, tile.first_key + warp_key, tile.q_tile(s.at.i) * kBlockQ,
+            mask, tile.first_key + warp_key, q_tile(s.last_first, s.at.i) * kBlockQ,
             [&](int, int n, const uint32_t (&words)[2]) {
 #pragma unroll
                 for (int j = 0; j < 4; ++j)  // query half, key half
@@ -356,7 +357,7 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
         if constexpr (Base::kBias && kHeadDim <= tuning::kFa3Float32BiasHeadDim)
             if (params.dbias_map.from_registers)
                 store_dbias_rows(params, s.rdP, tile.sequence, s.at.head,
-                                 tile.q_tile(s.at.i) * kBlockQ, tile.first_key + warp_key);
+                                 q_tile(s.last_first, s.at.i) * kBlockQ, tile.first_key + warp_key);
     }
 
     // This consumer's half of dQ, to shared memory.
@@ -379,7 +380,7 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
         if constexpr (Base::kBias)
             if (params.dbias_map.by_tma && elected && warp_key % 64 == 0)
                 store_dbias_tile(params, ds_tile(s.ds) + consumer * DSTile::kAtomBytes,
-                                 tile.sequence, at.head, tile.q_tile(at.i) * kBlockQ,
+                                 tile.sequence, at.head, q_tile(s.last_first, at.i) * kBlockQ,
                                  tile.first_key + consumer * 64);
     }
     FLASH_DEVICE void commit_ds(const State& s) const {
@@ -513,8 +514,9 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
                 s.full = {0, ptx::warp_uniform(tile.full_tiles)};
             } else {
                 s.full = full_q_tiles(params, tile, tile.first_key + consumer * 64, kBlockQ);
-                if (const int sum = ptx::warp_uniform(tile.last_first); sum > 0)
-                    s.full = {sum + 1 - s.full.end, sum + 1 - s.full.begin};
+                s.last_first = ptx::warp_uniform(tile.last_first);
+                if (const int end = s.last_first + 1; end > 1)
+                    s.full = {end - s.full.end, end - s.full.begin};
             }
             s.at = {s.q_tiles.begin, ptx::warp_uniform(this->first_head(tile))};
             s.iterations = s.q_tiles.count() * this->group();

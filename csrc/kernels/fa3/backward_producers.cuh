@@ -181,7 +181,7 @@ struct Fa3BackwardProducers : Fa3Cta<std::conditional_t<contains(kOptions, Optio
                 continue;
             }
             // ptxas 13.0: with a row from tile(i), wgmma is serialized at d 64 (note 014).
-            int row = tile.q_tile(tile.q_tiles.begin) * kBlockQ;
+            int row = q_tile(tile.last_first, tile.q_tiles.begin) * kBlockQ;
             for (int i = tile.q_tiles.begin; i < tile.q_tiles.end; ++i) {
                 visit(head, group + row / kWorkspaceRows, row,
                       left == 0 && i == tile.q_tiles.end - 1, i);

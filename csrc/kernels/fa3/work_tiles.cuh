@@ -47,9 +47,10 @@ struct KeyTile {
                           // Q tiles come from the last one to the first
 
     FLASH_DEVICE int& first_row() { return first_key; }
-    // The number of the Q tile with index i.
-    FLASH_DEVICE int q_tile(int i) const { return last_first == 0 ? i : last_first - i; }
 };
+
+// The number of the Q tile with index i.
+FLASH_DEVICE int q_tile(int last_first, int i) { return last_first == 0 ? i : last_first - i; }
 
 // The tiles of a row of runs, of which a block has kPerBlock, in place of the band's.
 template <int kPerBlock>
