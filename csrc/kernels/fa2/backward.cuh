@@ -166,7 +166,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
             }
             ptx::cp_async_commit();
         }
-        const int tile = ptx::not_hoisted(first_key) / Tile::kBlockKV;  // not beside first_key
+        // With a bias no register is left for it beside first_key.
+        const int tile = Tile::kBiasTiles ? ptx::not_hoisted(first_key) / Tile::kBlockKV : kv_tile;
         const DQSemaphore<Tile> dq_semaphore{params, cta, tile, walk.head, walk.q_tile()};
         if (kWaitFirst && params.deterministic) dq_semaphore.wait();
         compile_time_for<Tile::kDQSlices>([&](auto slice) {
