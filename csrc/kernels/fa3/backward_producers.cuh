@@ -317,9 +317,11 @@ struct Fa3BackwardProducers : Fa3Cta<std::conditional_t<contains(kOptions, Optio
             for_each_q_tile(tile, [&](int head, int row_group, int first_row, bool, int) {
                 const int before = tiles_before(tile, head, first_row);
                 if (kMask && before < 0) return add_nothing();
-                const bool stores = before == 0 && !params.dq_accum_zeroed;
-                wait_for_turn(row_group,
-                              params.deterministic ? before : !params.dq_accum_zeroed && before > 0,
+                const bool first_stores = !params.dq_accum_zeroed;
+                const bool stores = before == 0 && first_stores;
+                // Before the count is read, which takes long: the consumer needs its memory.
+                if (first_stores && !params.deterministic) release();
+                wait_for_turn(row_group, params.deterministic ? before : first_stores && before > 0,
                               uncounted[1]);
                 const int rows = stored_rows<kBlockQ>(tile.sequence, first_row);
 #pragma unroll 1
