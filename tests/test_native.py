@@ -461,6 +461,22 @@ def test_tiles_of_a_bias_gradient(walk: tuple, ctas: int, native: ModuleType) ->
         assert sorted(seen) == sorted(expected), (sizes, window)
 
 
+# --- tile/host_device.h ---
+
+
+def test_quotients_by_a_product(native: ModuleType) -> None:
+    largest, draw = 2**31 - 1, random.Random(0)
+    divisors = [*range(1, 300), 1000, 1 << 20, (1 << 30) + 1, largest - 1, largest]
+    for divisor in divisors + [draw.randint(1, largest) for _ in range(300)]:
+        multiples = [divisor * draw.randint(0, largest // divisor) for _ in range(8)]
+        last = largest // divisor * divisor
+        for n in {0, divisor, last, last - 1, largest} | {
+            x + y for x in multiples for y in (-1, 0)
+        }:
+            if 0 <= n <= largest:
+                assert native.quotient(n, divisor) == n // divisor, (n, divisor)
+
+
 # --- tile/swizzle.cuh ---
 
 CHUNK, BANKS = 16, 128  # bytes: what one lane moves at once, and what all banks hold

@@ -67,13 +67,11 @@ std::tuple<Tensor, Tensor> append_rows(const Tensor& k_cache, const Tensor& v_ca
     params.batch = static_cast<int>(cache_seqlens.numel());
     params.cache_seqlens = static_cast<const int*>(cache_seqlens.data_ptr());
     params.capacity = k_cache.size(1);
-    params.pages.count = static_cast<int>(k_cache.size(0));
-    params.pages.size = static_cast<int>(std::max<int64_t>(k_cache.size(1), 1));
-    if (const std::optional<Tensor>& table = options.page_table) {
-        params.pages.table = data_of<int>(table);
-        params.pages.stride = table->stride(0);
-        params.capacity *= table->size(1);
-    }
+    const std::optional<Tensor>& table = options.page_table;
+    params.pages = {data_of<int>(table), table ? table->stride(0) : 0,
+                    static_cast<int>(k_cache.size(0)),
+                    static_cast<int>(std::max<int64_t>(k_cache.size(1), 1))};
+    if (table) params.capacity *= table->size(1);
     const bool rotates = options.q.has_value();
     if (rotates) params.rotary = rotary_of(options, params.cache_seqlens);
     Tensor used = empty(k, {params.batch}, ScalarType::Int);

@@ -17,11 +17,6 @@
 
 namespace flash_ext {
 
-// Of the page of a key, among those of its sequence.
-FLASH_DEVICE int page_index(const Pages& pages, int key) {
-    return static_cast<unsigned>(key) / ptx::not_hoisted(static_cast<unsigned>(pages.size));
-}
-
 // A stride in units of 16 bytes, as coordinates are. In these all is computed in 32 bits, modulo
 // 2^32: producers have few registers.
 template <class Element>
@@ -43,7 +38,7 @@ struct PagedKeyRows {
     // Of a key, or any row if it is not in use.
     FLASH_DEVICE Place at(int key) const {
         if (static_cast<unsigned>(key) >= static_cast<unsigned>(rows)) return {0, 0};
-        const int index = page_index(pages, key);
+        const int index = pages.by_size.quotient(key);  // of the page, among the sequence's
         return {table[index], key - index * pages.size};
     }
     FLASH_DEVICE int page_of(int entry) const { return clamp(entry, 0, pages.count - 1); }
@@ -104,8 +99,10 @@ struct PagedKeyCursor {
     FLASH_DEVICE void load_found(uint32_t shared, const PagedKeyRows& keys, const TensorView& view,
                                  int head, int cols, bool aligned, int key) {
         const auto* base = row_pointer<const Element>(view, 0, 0, head);
+        // The entry is waited for here, not where it was asked for.
+        const PagedKeyRows::Place here{ptx::not_hoisted(place.page), place.row};
         if (!kMayBeUnaligned || aligned) {
-            load_rows<kAllRows>(shared, base, keys.offset<Element>(view, place), keys.rows - key,
+            load_rows<kAllRows>(shared, base, keys.offset<Element>(view, here), keys.rows - key,
                                 cols);
         } else {
             load_unaligned(shared, base, keys, view, cols, key);

@@ -70,7 +70,8 @@ struct Pages {
     int64_t stride = 0;          // of its rows
     int count = 0;               // of K and V
     int size = 1;                // keys of a page
-    int box_rows = 0;            // of a TMA box, where TMA loads them
+    Divisor by_size{max_of(size, 1)};
+    int box_rows = 0;  // of a TMA box, where TMA loads them
 };
 
 // The problem and its options, the same for every kernel of every variant.

@@ -1,6 +1,9 @@
 // Arithmetic of layouts, masks and schedules, for kernels and for the host.
 #pragma once
 
+#include <bit>
+#include <cstdint>
+
 #include "ptx/device.h"
 
 namespace flash_ext {
@@ -19,6 +22,20 @@ template <class T>
 FLASH_HOST_DEVICE constexpr T ceil_div(T a, T b) {
     return (a + b - 1) / b;
 }
+
+// Divides numbers that are not negative by one that only the host knows, in three instructions: the
+// product with 2^(31 + shift) / divisor, rounded up, is too large by less than 1 / divisor.
+struct Divisor {
+    uint32_t multiplier;
+    int shift;
+
+    explicit constexpr Divisor(int divisor) : shift(std::bit_width(divisor - 1u)) {
+        multiplier = static_cast<uint32_t>(((uint64_t{1} << (31 + shift)) + divisor - 1) / divisor);
+    }
+    FLASH_HOST_DEVICE constexpr int quotient(int n) const {
+        return static_cast<int>((uint64_t{2u * n} * multiplier >> 32) >> shift);
+    }
+};
 
 template <class T>
 FLASH_HOST_DEVICE constexpr T min_of(T a, T b) {
