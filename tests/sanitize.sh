@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Runs every kernel on tiny shapes under compute-sanitizer: memcheck (out-of-bounds and
 # misaligned accesses), racecheck (shared-memory hazards), synccheck (wrong barriers) and initcheck
-# (reads of memory never written), all at once. Writes benchmarks/results/<gpu>/sanitizer.json.
+# (reads of memory never written), all at once, on each GPU a part of the calls. Writes
+# benchmarks/results/<gpu>/sanitizer.json.
 # Exits with 0 only if every tool ran to its end and found nothing.
 #
 #     bash tests/sanitize.sh [tool ...]
@@ -24,33 +25,40 @@ export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH}
 logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
 
-run_tool() { # tool port
-    local tool=$1 port=$2 begin=$SECONDS status
+run_tool() { # tool port part
+    local tool=$1 port=$2 part=$3 begin=$SECONDS status
     local options=(--tool "$tool" --port "$port" --error-exitcode 99 --print-limit 20)
     # Only this package's kernels are judged. initcheck must see what the others write, so it
     # watches all; sanitize_cases.py runs no other kernel that reads.
     [ "$tool" = initcheck ] || options+=(--kernel-name kernel_substring=flash_ext)
-    timeout --kill-after=10 "$LIMIT" "$SANITIZER" "${options[@]}" \
-        "$PYTHON" tests/sanitize_cases.py "$tool" >"$logs/$tool.log" 2>&1
+    CUDA_VISIBLE_DEVICES=${gpus[part]} timeout --kill-after=10 "$LIMIT" \
+        "$SANITIZER" "${options[@]}" \
+        "$PYTHON" tests/sanitize_cases.py "$tool" "$part" ${#gpus[@]} >"$logs/$tool.$part.log" 2>&1
     status=$?
-    echo "$tool $status $((SECONDS - begin))" >"$logs/$tool.summary"
+    echo "$tool $status $((SECONDS - begin))" >"$logs/$tool.$part.summary"
 }
 
+IFS=, read -ra gpus <<<"${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $(($(nvidia-smi -L | wc -l) - 1)))}"
 port=49152
 for tool in "${tools[@]}"; do
-    run_tool "$tool" "$port" &
-    port=$((port + 256))
+    for part in "${!gpus[@]}"; do
+        run_tool "$tool" "$port" "$part" &
+        port=$((port + 256))
+    done
 done
 wait
 
 failed=0
 for tool in "${tools[@]}"; do
     echo "=== $tool"
-    tail -n 60 "$logs/$tool.log"
-    read -r _ status _ <"$logs/$tool.summary"
+    tail -n 60 "$logs/$tool".*.log
+    # Of the parts the worst status and the longest time.
+    sort -k2,2n "$logs/$tool".*.summary |
+        awk '{status = $2; if ($3 > most) most = $3} END {print $1, status, most + 0}' >"$logs/$tool.all"
+    read -r _ status _ <"$logs/$tool.all"
     [ "$status" -eq 0 ] || failed=1
 done
-cat "$logs"/*.summary >"$logs/summary"
+cat "$logs"/*.all >"$logs/summary"
 echo "=== tool, exit status (0 clean, 99 errors found, 124 out of time), seconds"
 cat "$logs/summary"
 cases=$("$PYTHON" tests/sanitize_cases.py --count) &&

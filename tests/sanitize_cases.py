@@ -5,6 +5,9 @@ and unaligned rows, deterministic and not; under memcheck also offsets of packed
 point anywhere. Results are not looked at here; tests/test_attention.py does that. Inputs are made
 on the host, so that under initcheck the only device memory without a value is what the kernels
 should not read.
+
+    python tests/sanitize_cases.py TOOL PART PARTS   # a part of them
+    python tests/sanitize_cases.py --count
 """
 
 from __future__ import annotations
@@ -295,22 +298,24 @@ if __name__ == "__main__":
     calls = [*cases(), *((problem, "fa3", False) for problem in fp8_cases())]
     masks = list(masked())
     of_fa3 = list(invariant()) if variants()[-1] == "fa3" else []
+    count = len(calls) + len(masks) + len(of_fa3)
     if "--count" in sys.argv:
-        print(len(calls) + len(masks) + len(of_fa3))
+        print(count)
     else:
-        for problem, variant, deterministic in calls:
+        tool, part, parts = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+        for problem, variant, deterministic in calls[part::parts]:
             run(make_inputs(problem, "cpu"), problem, variant, deterministic)
-        if variants()[-1] == "fa3":
-            quantize_all()
-        for variant, problem, mask, deterministic in masks:
+        for variant, problem, mask, deterministic in masks[part::parts]:
             run(make_inputs(problem, "cpu"), problem, variant, deterministic, **mask)
-        for problem in of_fa3:
+        for problem in of_fa3[part::parts]:
             run(make_inputs(problem, "cpu"), problem, "fa3", False, batch_invariant=True)
-        combine()
-        append()
-        make_masks()
-        if "memcheck" in sys.argv:
+        if part == 0:
+            if variants()[-1] == "fa3":
+                quantize_all()
+            combine()
+            append()
+            make_masks()
+        if tool == "memcheck" and part == parts - 1:
             for case in wild_offsets():
                 run(*case)
-        count = len(calls) + len(masks) + len(of_fa3)
-        print(f"{sys.argv[-1]}: {count} calls with flash_ext {flash_ext.__version__}")
+        print(f"{tool}, part {part} of {parts}, {count} calls: flash_ext {flash_ext.__version__}")
