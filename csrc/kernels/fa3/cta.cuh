@@ -143,13 +143,13 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
     }
     __syncthreads();  // the barriers are initialized
     kernel.begin();
-    if (threadIdx.x >= 128) {
-        ptx::setmaxnreg_inc<Kernel::kConsumerRegisters>();
-        kernel.consume();
-    } else {
+    if (threadIdx.x < 128) {
         ptx::setmaxnreg_dec<Kernel::kProducerRegisters>();
         kernel.produce_by_warps();
         if (lane_id() == 0) kernel.produce();
+    } else {
+        ptx::setmaxnreg_inc<Kernel::kConsumerRegisters>();
+        kernel.consume();
     }
     kernel.end();
 #else
