@@ -520,10 +520,10 @@ struct Fa3Decode {
         if (clusters() > 1 && threadIdx.x == 0) stored().start();
         if constexpr (!kBytes) {
             compute<QueriesAsRows<Element, QTile, KTile, VTile>>();
-        } else if (kRows == 16 && rows() > 8) [[unlikely]] {
-            compute<QueriesAsColumns<QTile, KTile, VTile, kRows>>();
+        } else if (kRows == 16 && rows() <= 8) {
+            compute<QueriesAsColumns<QTile, KTile, VTile, 8>>();
         } else {
-            compute<QueriesAsColumns<QTile, KTile, VTile, kRows == 16 ? 8 : kRows>>();
+            compute<QueriesAsColumns<QTile, KTile, VTile, kRows>>();
         }
         ptx::cluster_sync();
         combine_splits();
