@@ -60,7 +60,11 @@ struct Paged {
     int count, size, head, keys;
 
     Pages pages(int box_rows = 0) const {
-        return {table.data(), static_cast<int64_t>(table.size()), count, size, box_rows};
+        return {.table = table.data(),
+                .stride = static_cast<int64_t>(table.size()),
+                .count = count,
+                .size = size,
+                .box_rows = box_rows};
     }
 };
 
