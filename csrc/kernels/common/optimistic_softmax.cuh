@@ -93,13 +93,16 @@ struct OptimisticSoftmax : OnlineSoftmax<16> {
                                    Scale scale) {
         Rescaling rescaling;
         rescaling.needed = true;
+        const float max[2] = {s.row_max(0, 0), s.row_max(0, 1)};
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const float max = s.row_max(0, i);
-            rescaling.factor[i] = raise_max(raises[i] ? max : -INFINITY, 0, i, scale);
+            rescaling.factor[i] = raise_max(raises[i] ? max[i] : -INFINITY, 0, i, scale);
             subtracted[i] = subtrahend(row_max[0][i]);
-            center_large(s, 0, i, row_max[0][i], scale);
         }
+        // One branch for both rows: the operations above overlap.
+        if (is_large(row_max[0][0]) || is_large(row_max[0][1])) [[unlikely]]
+#pragma unroll
+            for (int i = 0; i < 2; ++i) center_large(s, 0, i, row_max[0][i], scale);
         return rescaling;
     }
 

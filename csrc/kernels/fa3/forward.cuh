@@ -477,10 +477,10 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
                 }
                 iterate<false>(x, rP[kNext], rP[0], new_tile);
             }
-            if (new_tile || x.kv_tile > x.full_tiles.end) continue;
             const int unmasked_until =
                 max_of(x.first_kv_tile + Tiles::kReleaseEarly, x.full_tiles.begin);
-            while (x.kv_tile >= unmasked_until + 2) {
+            const bool may_be_masked = new_tile | (x.kv_tile > x.full_tiles.end);
+            while (!may_be_masked & (x.kv_tile >= unmasked_until + 2)) {  // one branch
                 iterate<true>(x, rP[0], rP[kNext]);
                 iterate<true>(x, rP[kNext], rP[0]);
             }

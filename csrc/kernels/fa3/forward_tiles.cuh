@@ -102,7 +102,12 @@ struct Fa3ForwardTiles
     VPipeline v_pipeline{storage.v, storage.v_barriers};
 
     FLASH_DEVICE explicit Fa3ForwardTiles(const Params& p)
-        : Cta(p, shared_storage<SharedStorage>().work_tiles) {}
+        : Cta(p, shared_storage<SharedStorage>().work_tiles) {
+        // ptxas 13.0: the result of a shuffle stays in a register. Otherwise four consumers read
+        // their lane again at each release. ALiBi lacks the register.
+        if constexpr (kConsumers == 4 && !kAlibi)
+            this->elected = __shfl_sync(0xffffffff, lane_id(), lane_id()) == 0;
+    }
 
     // producers_of_v: arrivals that fill a V stage; tile_readers: threads of producers that read
     // work tiles.
