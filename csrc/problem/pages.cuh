@@ -38,7 +38,7 @@ struct PagedKeyRows {
     // Of a key, or any row if it is not in use.
     FLASH_DEVICE Place at(int key) const {
         if (static_cast<unsigned>(key) >= static_cast<unsigned>(rows)) return {0, 0};
-        const int index = pages.by_size.quotient(key);  // of the page, among the sequence's
+        const int index = key / pages.by_size;  // of the page, among the sequence's
         return {table[index], key - index * pages.size};
     }
     FLASH_DEVICE int page_of(int entry) const { return clamp(entry, 0, pages.count - 1); }

@@ -70,7 +70,7 @@ struct Pages {
     int64_t stride = 0;          // of its rows
     int count = 0;               // of K and V
     int size = 1;                // keys of a page
-    Divisor by_size{max_of(size, 1)};
+    Divisor by_size{size};
     int box_rows = 0;  // of a TMA box, where TMA loads them
 };
 

@@ -6,12 +6,18 @@
 
 namespace flash_ext {
 
-// One of `splits` about equal splits of the visible tiles. It may be empty.
-FLASH_HOST_DEVICE constexpr VisibleTiles split_of(VisibleTiles all, int split, int splits) {
-    const int least = (all.end - all.begin) / splits;
-    const int longer = (all.end - all.begin) % splits;  // the first ones, by one
+// One of `splits` about equal splits of the visible tiles. It may be empty. by_splits: the same
+// number, perhaps as a Divisor.
+template <class Number>
+FLASH_HOST_DEVICE constexpr VisibleTiles split_of(VisibleTiles all, int split, int splits,
+                                                  const Number& by_splits) {
+    const int least = (all.end - all.begin) / by_splits;
+    const int longer = all.end - all.begin - least * splits;  // the first ones, by one
     const int begin = all.begin + split * least + min_of(split, longer);
     return {begin, begin + least + (split < longer)};
+}
+FLASH_HOST_DEVICE constexpr VisibleTiles split_of(VisibleTiles all, int split, int splits) {
+    return split_of(all, split, splits, splits);
 }
 
 // Fixed splits, of batch-invariant calls: they begin at the same keys whatever the call is, so what
@@ -37,11 +43,6 @@ FLASH_HOST_DEVICE constexpr int last_fixed_split(Interval splits, int cta, int c
 
 inline constexpr int kMaxClusterSplits = 8;  // the largest portable cluster
 inline constexpr int kMaxClusters = 15;      // of a tile, each of as many splits
-
-// The clusters of a tile with so many splits: one, or full ones.
-FLASH_HOST_DEVICE constexpr int decode_clusters(int splits) {
-    return ceil_div(splits, kMaxClusterSplits);
-}
 
 // Splits by length (split_by_length.cuh), in blocks of keys.
 // What the host decides: so many clusters would the sequences have, per head, at equal lengths.

@@ -1,7 +1,8 @@
 // Tiles of `block` rows are numbered per head: in a dense batch separately for each batch, in
-// varlen tensors across all sequences, so that the host needs no lengths. Sequence `seq_idx`, whose
-// rows begin at `begin`, has the numbers from begin / block + seq_idx on: at least as many as it
-// has tiles. Grids and workspaces use these numbers.
+// varlen tensors across all sequences, so that the host needs no lengths. (A kernel may have
+// `block` as a PowerOfTwo.) Sequence `seq_idx`, whose rows begin at `begin`, has the numbers from
+// begin / block + seq_idx on: at least as many as it has tiles. Grids and workspaces use these
+// numbers.
 #pragma once
 
 #include "problem/params.h"
@@ -10,7 +11,8 @@
 
 namespace flash_ext {
 
-FLASH_HOST_DEVICE constexpr int first_tile(int begin, int seq_idx, int block) {
+template <class Number>
+FLASH_HOST_DEVICE constexpr int first_tile(int begin, int seq_idx, const Number& block) {
     return begin / block + seq_idx;
 }
 
@@ -49,8 +51,9 @@ FLASH_HOST_DEVICE int find_sequence(int batch, int number, FirstOf first_of) {
     return low;
 }
 // The same for tile numbers.
-FLASH_HOST_DEVICE int find_sequence(const int* cu_seqlens, int batch, int total, int block,
-                                    int number) {
+template <class Number>
+FLASH_HOST_DEVICE int find_sequence(const int* cu_seqlens, int batch, int total,
+                                    const Number& block, int number) {
     return find_sequence(batch, number, [&](int seq_idx) {
         return first_tile(varlen_begin(cu_seqlens, seq_idx, total), seq_idx, block);
     });
@@ -62,9 +65,9 @@ struct SequenceTile {
     int tile;
 };
 
-template <bool kMayBeVarlen, Rows kRows, bool kPages = false>
+template <bool kMayBeVarlen, Rows kRows, bool kPages = false, class Number>
 FLASH_HOST_DEVICE SequenceTile tile_of(const AttentionParams& params, int batch, int number,
-                                       int block) {
+                                       const Number& block) {
     constexpr bool kQueries = kRows == Rows::kQueries;
     const int* cu_seqlens = kQueries ? params.cu_seqlens_q : params.cu_seqlens_k;
     if (!kMayBeVarlen || cu_seqlens == nullptr)

@@ -18,15 +18,53 @@ struct WorkTile {
     int batch;
 };
 
+// What work_tile() divides by ...
+struct TileDivisions {
+    const TileOrder& order;
+
+    FLASH_HOST_DEVICE constexpr int l2_group(int linear) const {
+        return linear / (order.tiles * order.l2_group_heads);
+    }
+    FLASH_HOST_DEVICE constexpr int tile(int within, int heads) const { return within / heads; }
+    FLASH_HOST_DEVICE constexpr int batch(int flat_head) const { return flat_head / order.heads; }
+};
+// ... and the same as the host prepares it.
+struct TileDivisors {
+    Divisor by_l2_group_tiles, by_l2_group_heads, by_last_heads, by_heads;
+    int l2_group_heads = 1;
+
+    TileDivisors() = default;
+    explicit constexpr TileDivisors(const TileOrder& order)
+        : by_l2_group_tiles(order.tiles * order.l2_group_heads),
+          by_l2_group_heads(order.l2_group_heads),
+          by_last_heads((max_of(order.heads * order.batch, 1) - 1) % order.l2_group_heads + 1),
+          by_heads(order.heads),
+          l2_group_heads(order.l2_group_heads) {}
+
+    FLASH_HOST_DEVICE constexpr int l2_group(int linear) const {
+        return linear / by_l2_group_tiles;
+    }
+    FLASH_HOST_DEVICE constexpr int tile(int within, int heads) const {
+        return within / (heads == l2_group_heads ? by_l2_group_heads : by_last_heads);
+    }
+    FLASH_HOST_DEVICE constexpr int batch(int flat_head) const { return flat_head / by_heads; }
+};
+
 // A grid has fewer than 2^31 CTAs, so 32 bits do.
-FLASH_HOST_DEVICE constexpr WorkTile work_tile(int linear, const TileOrder& order) {
-    const int l2_group_tiles = order.tiles * order.l2_group_heads;
-    const int l2_group = linear / l2_group_tiles;
-    const int within = linear % l2_group_tiles;
+template <class Divisions>
+FLASH_HOST_DEVICE constexpr WorkTile work_tile(int linear, const TileOrder& order,
+                                               const Divisions& divisions) {
+    const int l2_group = divisions.l2_group(linear);
+    const int within = linear - l2_group * order.tiles * order.l2_group_heads;
     const int first_head = l2_group * order.l2_group_heads;
     const int heads_here = min_of(order.l2_group_heads, order.heads * order.batch - first_head);
-    const int flat_head = first_head + within % heads_here;
-    return {within / heads_here, flat_head % order.heads, flat_head / order.heads};
+    const int tile = divisions.tile(within, heads_here);
+    const int flat_head = first_head + within - tile * heads_here;
+    const int batch = divisions.batch(flat_head);
+    return {tile, flat_head - batch * order.heads, batch};
+}
+FLASH_HOST_DEVICE constexpr WorkTile work_tile(int linear, const TileOrder& order) {
+    return work_tile(linear, order, TileDivisions{order});
 }
 
 // If the first `first` tiles of all heads come before all others, which then are as above.

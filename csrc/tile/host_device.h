@@ -29,12 +29,21 @@ struct Divisor {
     uint32_t multiplier;
     int shift;
 
-    explicit constexpr Divisor(int divisor) : shift(std::bit_width(divisor - 1u)) {
+    // 0, of an empty call, which divides nothing, becomes 1.
+    explicit constexpr Divisor(int divisor = 1) {
+        divisor += divisor == 0;
+        shift = std::bit_width(divisor - 1u);
         multiplier = static_cast<uint32_t>(((uint64_t{1} << (31 + shift)) + divisor - 1) / divisor);
     }
-    FLASH_HOST_DEVICE constexpr int quotient(int n) const {
-        return static_cast<int>((uint64_t{2u * n} * multiplier >> 32) >> shift);
+    friend FLASH_HOST_DEVICE constexpr int operator/(int n, const Divisor& by) {
+        return static_cast<int>((uint64_t{2u * n} * by.multiplier >> 32) >> by.shift);
     }
+};
+
+struct PowerOfTwo {
+    int log2;
+
+    friend FLASH_HOST_DEVICE constexpr int operator/(int n, PowerOfTwo by) { return n >> by.log2; }
 };
 
 template <class T>

@@ -328,7 +328,7 @@ PYBIND11_MODULE(flash_ext_native, m) {
             all.push_back({tile.batch, tile.tile, tile.head});
         }
     });
-    m.def("quotient", [](int n, int divisor) { return Divisor(divisor).quotient(n); });
+    m.def("quotient", [](int n, int divisor) { return n / Divisor(divisor); });
     m.def("tile_interval", [](int tile, int block) { return pair_of(tile_interval(tile, block)); });
 
     py::class_<TileOrder>(m, "TileOrder")

@@ -43,7 +43,35 @@ struct Fa3DecodeParams : ForwardParams {
     float exponent_scale;
     int cluster;  // splits of one; with 16 bits all or kMaxClusterSplits
     SplitsByLength by_length;
+    int clusters;  // of a tile, unless splits are by length
+    int heads;     // of tiles
+    int tiles;     // of a head
+    int group;     // query heads that share a head of K and V
+    // Divisions would take a large part of a short call.
+    Divisor by_splits, by_clusters, by_heads, by_tiles, by_group;
 };
+
+inline Fa3DecodeParams decode_params(const ForwardParams& call, const ForwardKernel& kernel) {
+    const int cluster = kernel.decode_cluster, splits = call.num_splits;
+    const int clusters = ceil_div(splits, cluster);
+    const int heads = call.pack_gqa_log2 > 0 ? call.heads_k : call.heads_q;
+    const int tiles = call.cu_seqlens_q ? 1 : max_of(call.tile_order.tiles / splits, 1);
+    const int group = call.heads_q / max_of(call.heads_k, 1);
+    return {call,
+            launch_epoch(),
+            exponent_scale(call),
+            cluster,
+            kernel.by_length,
+            clusters,
+            heads,
+            tiles,
+            group,
+            Divisor(splits),
+            Divisor(clusters),
+            Divisor(heads),
+            Divisor(tiles),
+            Divisor(group)};
+}
 
 // Key: of K and V in memory. Element: of the matmuls; of Q and the output unless Key has 8 bits.
 template <class Element, class Key, int kHeadDim, int kHeadDimV, OptionSet kOptions,
@@ -102,48 +130,41 @@ struct Fa3Decode {
     const Fa3DecodeParams& params;
     SharedStorage& storage = shared_storage<SharedStorage>();
     Sequence sequence;
-    int group;         // query heads that share a head of K and V
     int head, head_k;  // of Q, the first one of the tile, and of K and V
     int first_query;   // of the tile
 
     FLASH_DEVICE explicit Fa3Decode(const Fa3DecodeParams& p) : params(p) {
         const int number = tile_number();
-        const int heads = tile_heads();
-        const SequenceTile tile = find_tile(number, heads);
+        const int index = number / p.by_heads;
+        const SequenceTile tile = find_tile(index);
         sequence = tile.sequence;
-        group = group_of(p);
-        head = number % heads;
+        head = number - index * p.heads;
         head_k = head;
         if (p.pack_gqa_log2 > 0) {
-            head *= group;
-        } else if (group > 1) {
-            head_k /= group;
+            head *= p.group;
+        } else {
+            head_k = head / p.by_group;
         }
         first_query = tile.tile * queries();
     }
 
-    FLASH_DEVICE int tile_heads() const {
-        return params.pack_gqa_log2 > 0 ? params.heads_k : params.heads_q;
-    }
-
-    // Varlen sequences are one batch. A head of a dense batch has one tile, unless K and V have 8
-    // bits.
-    FLASH_DEVICE SequenceTile find_tile(int number, int heads) const {
+    // The tile with this index among those of a head, of all sequences. Varlen sequences are one
+    // batch. A head of a dense batch has one tile, unless K and V have 8 bits.
+    FLASH_DEVICE SequenceTile find_tile(int index) const {
         if constexpr (kByLength)
-            return storage.found.find(params, params.by_length, number / heads, queries());
+            return storage.found.find(params, params.by_length, index, queries());
+        const PowerOfTwo by_queries{std::countr_zero(unsigned{kRows}) - params.pack_gqa_log2};
         const bool varlen = params.cu_seqlens_q != nullptr;
-        const int tiles = kBytes && !varlen ? params.tile_order.tiles / params.num_splits : 1;
-        return tile_of<true, Rows::kQueries, kPages>(
-            params, varlen ? 0 : number / heads / tiles,
-            varlen ? number / heads : number / heads % tiles, queries());
+        const int batch = varlen ? 0 : kBytes ? index / params.by_tiles : index;
+        return tile_of<true, Rows::kQueries, kPages>(params, batch, index - batch * params.tiles,
+                                                     by_queries);
     }
 
     // --- The splits of the tile: each a CTA of one of its clusters ---
 
     FLASH_DEVICE int clusters() const {
         if constexpr (kByLength) return storage.found.work.clusters;
-        return kBytes ? static_cast<unsigned>(params.num_splits) / params.cluster
-                      : decode_clusters(params.num_splits);
+        return params.clusters;
     }
     FLASH_DEVICE int ctas() const {
         return kBytes ? params.cluster : min_of(params.num_splits, kMaxClusterSplits);
@@ -152,13 +173,17 @@ struct Fa3Decode {
     // By length, the number of the cluster.
     FLASH_DEVICE int tile_number() const {
         if constexpr (kByLength) return ptx::cluster_id();
-        return clusters() == 1 ? ptx::cluster_id() : ptx::cluster_id() / clusters();
+        return ptx::cluster_id() / params.by_clusters;
     }
     FLASH_DEVICE int cluster() const {
         if constexpr (kByLength) return storage.found.work.cluster;
-        return clusters() == 1 ? 0 : ptx::cluster_id() % clusters();
+        return ptx::cluster_id() - tile_number() * clusters();
     }
     FLASH_DEVICE int split() const { return cluster() * ctas() + ptx::cta_rank(); }
+    FLASH_DEVICE VisibleTiles split_of_tile(const VisibleTiles& seen) const {
+        if constexpr (kByLength) return split_of(seen, split(), splits());
+        return split_of(seen, split(), splits(), params.by_splits);
+    }
 
     // --- The rows of the tile: queries, or the heads of a group ---
 
@@ -172,7 +197,7 @@ struct Fa3Decode {
         return min_of(sequence.seqlen_q - first_query, queries()) << params.pack_gqa_log2;
     }
     FLASH_DEVICE bool is_valid(int row) const {
-        return row < rows() && (params.pack_gqa_log2 == 0 || head_of(row) < head + group);
+        return row < rows() && (params.pack_gqa_log2 == 0 || head_of(row) < head + params.group);
     }
 
     // --- Loads ---
@@ -246,9 +271,9 @@ struct Fa3Decode {
     template <class Blocks>
     FLASH_DEVICE void attend(typename Blocks::Output& rO, typename Blocks::Softmax& softmax) const {
         const BandMask mask = mask_of(params, sequence);
-        const VisibleTiles blocks =
-            split_of(VisibleTiles::of_queries(mask, {first_query, first_query + queries()}, kKeys),
-                     split(), splits());
+        const VisibleTiles seen =
+            VisibleTiles::of_queries(mask, {first_query, first_query + queries()}, kKeys);
+        const VisibleTiles blocks = split_of_tile(seen);
         int block = blocks.begin + warp_id();
         constexpr bool kSpare = Blocks::kSpareRegisters;
         typename KeyLoadsOf<Key, kOptions, kWarps, KTile, VTile, kSpare>::Type loads(
@@ -452,7 +477,7 @@ struct Fa3Decode {
     }
     // By length: the index of the tile's first cluster in memory.
     FLASH_DEVICE int64_t first_stored() const {
-        return int64_t{tile_number() % tile_heads()} * params.by_length.most() +
+        return int64_t{tile_number() % params.heads} * params.by_length.most() +
                storage.found.work.stored;
     }
     // How many clusters have stored this CTA's share.
@@ -546,8 +571,7 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerSm)
 template <class Element, class Key, tuning::Fa3DecodeRow kRow>
 cudaError_t launch_decode(const ForwardParams& call, const ForwardKernel& kernel,
                           cudaStream_t stream) {
-    const Fa3DecodeParams params{call, launch_epoch(), exponent_scale(call), kernel.decode_cluster,
-                                 kernel.by_length};
+    const Fa3DecodeParams params = decode_params(call, kernel);
     using enum tuning::Fa3DecodeTile;
     return dispatch_options<kRow.options>(kernel.options, [&](auto options) {
         return dispatch<kFewRows, kManyKeys, kManyRows, kByLength>(

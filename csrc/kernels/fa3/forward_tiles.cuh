@@ -133,6 +133,10 @@ struct Fa3ForwardTiles
     FLASH_DEVICE int pack_gqa_log2() const { return kMayHaveSplits ? params.pack_gqa_log2 : 0; }
     // The queries of a tile.
     FLASH_DEVICE int queries() const { return kBlockQ >> pack_gqa_log2(); }
+    FLASH_DEVICE PowerOfTwo by_queries() const {
+        static_assert(std::has_single_bit(unsigned{kBlockQ}));
+        return {std::countr_zero(unsigned{kBlockQ}) - pack_gqa_log2()};
+    }
     FLASH_DEVICE int query_of(const QueryTile& tile, int row) const {
         return tile.first_query + (row >> pack_gqa_log2());
     }
@@ -146,15 +150,21 @@ struct Fa3ForwardTiles
 
     // fixed_split: the one that comes next of the same Q tile, negative for a new Q tile.
     FLASH_DEVICE void describe_next(QueryTile& tile, int linear, int& fixed_split) const {
-        WorkTile work = kMask && !kMayHaveSplits ? longest_first(params, linear)
-                                                 : work_tile(linear, params.tile_order);
+        WorkTile work = kMask && !kMayHaveSplits
+                            ? longest_first(params, linear)
+                            : work_tile(linear, params.tile_order, params.divisors);
         if constexpr (kMayHaveSplits) {
             const int ctas = has_fixed_splits() ? params.split_ctas : params.num_splits;
-            tile.split = work.tile_index % ctas;
-            work.tile_index /= ctas;
+            const int tile_index = work.tile_index / params.by_splits;
+            tile.split = work.tile_index - tile_index * ctas;
+            work.tile_index = tile_index;
             if (pack_gqa_log2() > 0) work.head *= group();  // the first head of the group
         }
-        describe<Fa3ForwardTiles>(tile, params, work, queries());
+        if constexpr (kMayHaveSplits) {
+            describe<Fa3ForwardTiles>(tile, params, work, queries(), by_queries());
+        } else {
+            describe<Fa3ForwardTiles>(tile, params, work);
+        }
         if (kPages && tile.sequence.seqlen_q <= params.few_queries) tile.first_query = -1;
         if constexpr (kMask)
             take_runs<kMaskBlock / kBlockKV>(tile.kv_tiles, tile.full_tiles, runs_of(tile));
@@ -162,7 +172,8 @@ struct Fa3ForwardTiles
             fixed_split = take_fixed_split(tile, fixed_split, kSplitTiles, params.split_ctas);
             if (tile.first_query < 0) return;
         } else if constexpr (kMayHaveSplits) {
-            tile.kv_tiles = split_of(tile.kv_tiles, tile.split, params.num_splits);
+            tile.kv_tiles =
+                split_of(tile.kv_tiles, tile.split, params.num_splits, params.by_splits);
         }
         // A tile without keys takes one iteration, too: all its scores are hidden, and TMA fills K
         // and V with zeros.

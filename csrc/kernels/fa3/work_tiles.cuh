@@ -95,16 +95,18 @@ FLASH_DEVICE VisibleTiles warp_uniform(const VisibleTiles& tiles) {
 // Describes a Q tile of `queries` queries. The last tile of a sequence comes first: under a causal
 // mask it is the longest. For a padding tile first_query is negative. Members are written one by
 // one, since producers have few registers.
-template <class Kernel>
+template <class Kernel, class Number = int>
 FLASH_DEVICE void describe(QueryTile& query_tile, const AttentionParams& params,
-                           const WorkTile& work, int queries = Kernel::kBlockQ) {
+                           const WorkTile& work, int queries = Kernel::kBlockQ,
+                           Number by_queries = Kernel::kBlockQ) {
     query_tile.head = work.head;
     constexpr bool kPages = requires { requires Kernel::kPages; };
     const SequenceTile tile =
-        tile_of<true, Rows::kQueries, kPages>(params, work.batch, work.tile_index, queries);
+        tile_of<true, Rows::kQueries, kPages>(params, work.batch, work.tile_index, by_queries);
     const Sequence& s = tile.sequence;
     query_tile.sequence = s;
-    const int first_query = (ceil_div(s.seqlen_q, queries) - 1 - tile.tile) * queries;
+    const int tiles = (s.seqlen_q + queries - 1) / by_queries;
+    const int first_query = (tiles - 1 - tile.tile) * queries;
     query_tile.first_query = first_query;
     query_tile.kv_tiles = VisibleTiles::of_queries(
         mask_of(params, s), {first_query, first_query + queries}, Kernel::kBlockKV);
