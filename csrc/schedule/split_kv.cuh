@@ -10,7 +10,7 @@ namespace flash_ext {
 // number, perhaps as a Divisor.
 template <class Number>
 FLASH_HOST_DEVICE constexpr VisibleTiles split_of(VisibleTiles all, int split, int splits,
-                                                  const Number& by_splits) {
+                                                  Number by_splits) {
     const int least = (all.end - all.begin) / by_splits;
     const int longer = all.end - all.begin - least * splits;  // the first ones, by one
     const int begin = all.begin + split * least + min_of(split, longer);

@@ -12,7 +12,7 @@
 namespace flash_ext {
 
 template <class Number>
-FLASH_HOST_DEVICE constexpr int first_tile(int begin, int seq_idx, const Number& block) {
+FLASH_HOST_DEVICE constexpr int first_tile(int begin, int seq_idx, Number block) {
     return begin / block + seq_idx;
 }
 
@@ -53,7 +53,7 @@ FLASH_HOST_DEVICE int find_sequence(int batch, int number, FirstOf first_of) {
 // The same for tile numbers.
 template <class Number>
 FLASH_HOST_DEVICE int find_sequence(const int* cu_seqlens, int batch, int total,
-                                    const Number& block, int number) {
+                                    Number block, int number) {
     return find_sequence(batch, number, [&](int seq_idx) {
         return first_tile(varlen_begin(cu_seqlens, seq_idx, total), seq_idx, block);
     });
@@ -67,7 +67,7 @@ struct SequenceTile {
 
 template <bool kMayBeVarlen, Rows kRows, bool kPages = false, class Number>
 FLASH_HOST_DEVICE SequenceTile tile_of(const AttentionParams& params, int batch, int number,
-                                       const Number& block) {
+                                       Number block) {
     constexpr bool kQueries = kRows == Rows::kQueries;
     const int* cu_seqlens = kQueries ? params.cu_seqlens_q : params.cu_seqlens_k;
     if (!kMayBeVarlen || cu_seqlens == nullptr)

@@ -30,7 +30,8 @@ struct Divisor {
     int shift;
 
     // 0, of an empty call, which divides nothing, becomes 1.
-    explicit constexpr Divisor(int divisor = 1) {
+    constexpr Divisor() : Divisor(1) {}
+    explicit constexpr Divisor(int divisor) {
         divisor += divisor == 0;
         shift = std::bit_width(divisor - 1u);
         multiplier = static_cast<uint32_t>(((uint64_t{1} << (31 + shift)) + divisor - 1) / divisor);
