@@ -52,8 +52,8 @@ FLASH_HOST_DEVICE int find_sequence(int batch, int number, FirstOf first_of) {
 }
 // The same for tile numbers.
 template <class Number>
-FLASH_HOST_DEVICE int find_sequence(const int* cu_seqlens, int batch, int total,
-                                    Number block, int number) {
+FLASH_HOST_DEVICE int find_sequence(const int* cu_seqlens, int batch, int total, Number block,
+                                    int number) {
     return find_sequence(batch, number, [&](int seq_idx) {
         return first_tile(varlen_begin(cu_seqlens, seq_idx, total), seq_idx, block);
     });

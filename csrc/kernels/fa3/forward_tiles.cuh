@@ -554,10 +554,10 @@ struct Fa3ForwardTiles
                                  const QueryTile& tile) const {
         const Sequence& s = tile.sequence;
         // A logarithm takes a hundred cycles: of the four lanes of two rows, two compute one each.
-        const int lane = kMayHaveSplits ? ptx::not_hoisted(lane_id()) : lane_id();
-        const int i = lane % 2;
-        const int row = lane / 4 + 8 * i;
-        const bool has_row = lane % 4 < 2;
+        const int i = lane_id() % 2;
+        int row = lane_row() + 8 * i;
+        if constexpr (kMayHaveSplits) row = ptx::not_hoisted(row);
+        const bool has_row = lane_id() % 4 < 2;
         const int64_t statistics = statistics_offset(params, s, tile.head);
         const int first_row = warp_row();
         // Of the rows from `first` on: the index of a row of the warp, or -1 if it has none.
