@@ -252,11 +252,10 @@ struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOpti
 
     // How often the code has an iteration with a mask. Twice, one for each P, its softmax may run
     // beside its P V, as without a mask. Once, the code is smaller and compiles faster, and it is
-    // faster up to d 64 and with options. Others of d 128 and 256 are up to 4 % faster with it
-    // twice; with splits and pages d 256 would spill.
-    static constexpr int kMostTwice = Tiles::kMayHaveSplits ? 128 : 256;  // head dim
+    // faster up to d 64, with options, and with splits: what a short call executes it must first
+    // fetch. Others of d 128 and 256 are up to 4 % faster with it twice.
     static constexpr int kMaskedSteps =
-        kHeadDim % 128 == 0 && kHeadDim <= kMostTwice && !visits_elements(kOptions) ? 2 : 1;
+        kHeadDim % 128 == 0 && !visits_elements(kOptions) && !Tiles::kMayHaveSplits ? 2 : 1;
 
     // Does an iteration test the barriers of the next one before its softmax, since a test takes
     // long? With four consumers and at d 128 and 256 that costs more than it saves.
