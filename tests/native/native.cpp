@@ -359,7 +359,10 @@ PYBIND11_MODULE(flash_ext_native, m) {
           });
     m.def("work_tile", [](int linear, const TileOrder& order) {
         const WorkTile tile = work_tile(linear, order);
-        return std::tuple(tile.tile_index, tile.head, tile.batch);
+        const auto of = [](const WorkTile& x) { return std::tuple(x.tile_index, x.head, x.batch); };
+        if (of(tile) != of(work_tile(linear, order, TileDivisors(order))))
+            throw std::logic_error("another tile by TileDivisors");
+        return of(tile);
     });
     m.def("work_tile", [](int linear, const TileOrder& order, int first) {
         const WorkTile tile = work_tile(linear, order, first);
