@@ -262,11 +262,12 @@ void plan_fa3_forward(ForwardPlan& plan) {
     const bool fixed = params.batch_invariant && splits;
     if (fixed) plan_fixed_splits(plan, shape.block_kv, small_q);
     const int ctas = fixed ? params.split_ctas : params.num_splits;  // of a tile
-    params.tile_order = forward_tile_order(
+    TileOrder order = forward_tile_order(
         params, plan.mask, {small_q.heads, 64 * shape.consumers >> params.pack_gqa_log2}, dims, 1,
         gpu, ctas, /*may_take_whole_heads=*/true);
-    if (params.tile_mask.kv_tiles != nullptr)
-        params.tile_mask.first_rows = longest_first(params.tile_order);
+    if (params.tile_mask.kv_tiles != nullptr && !contains(kernel.options, OptionSet::kSplits))
+        order.first = longest_first(order);
+    params.tile_order = order;
 
     if (fp8 && !shape.transposes_v && !params.v_transposed) {
         kernel.row_major_v = params.v;
@@ -379,13 +380,14 @@ void plan_fa3_backward(BackwardPlan& plan) {
     reserve_rows(plan, wide ? 0 : dims.qk);
     const BackwardParams of_parts = with_parts_as_heads(params);
     if (wide) return plan_wide_backward(plan, of_parts);
-    params.tile_order = backward_tile_order(of_parts, plan.mask, block_kv, dims, 1, gpu);
+    TileOrder order = backward_tile_order(of_parts, plan.mask, block_kv, dims, 1, gpu);
     if (params.tile_mask.kv_tiles != nullptr) {  // a Q tile may be in no list
-        params.tile_mask.first_rows = params.deterministic ? 0 : longest_first(params.tile_order);
+        order.first = params.deterministic ? 0 : longest_first(order);
     } else {
-        kernel.lead = lead_of(of_parts, plan.mask, params.tile_order, dims, gpu);
+        kernel.lead = lead_of(of_parts, plan.mask, order, dims, gpu);
         params.dq_accum_zeroed = kernel.lead == 0 && !params.deterministic;
     }
+    params.tile_order = order;
     if (tuning::fa3_backward_shape(dims, kernel.options, kernel.many_queries).by_matmul()) {
         const int64_t rows = workspace_rows(params);
         plan.workspace.reserve(params.lse_rows, rows);

@@ -14,12 +14,13 @@ void plan_decode_splits(Workspace& workspace, ForwardParams& params, const Forwa
     const int ctas = kernel.decode_cluster;
     const int clusters = params.num_splits / ctas;
     const int64_t tiles = tile_count(params, q_tiles);
-    params.tile_order = {numbers * params.num_splits, q_tiles.heads, tensor_batches(params)};
+    params.tile_order =
+        TileOrder{numbers * params.num_splits, q_tiles.heads, tensor_batches(params)};
     int64_t stored = clusters > 1 ? tiles * clusters : 0;
     int64_t counters = clusters > 1 ? tiles : 0;
     if (by_length.clusters > 0) {
-        params.tile_order = {(numbers * tensor_batches(params) + by_length.most()) * ctas,
-                             q_tiles.heads, 1};
+        params.tile_order = TileOrder{(numbers * tensor_batches(params) + by_length.most()) * ctas,
+                                      q_tiles.heads, 1};
         stored = counters = int64_t{q_tiles.heads} * by_length.most();
     }
     if (stored == 0) return;

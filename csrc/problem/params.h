@@ -38,7 +38,6 @@ struct TileMask {
     bool bits = false;  // words are bits of keys, otherwise two intervals of keys
     bool by_batch = false;
     bool by_head = false;
-    int first_rows = 0;  // so many of the longest rows of each head come before all others
 };
 
 // x = x_8bit * descale. Strides in elements; 0 where one value serves all. `last` is the stride of
@@ -60,6 +59,23 @@ struct TileOrder {
     int batch = 0;
     int l2_group_heads = 1;  // heads (of all batches) whose tiles are interleaved
     int tiles_at_once = 1;   // neighbors in this order, which one CTA takes one after another
+    int first = 0;           // so many tiles of each head come before all others
+};
+
+// With what a kernel divides by: a division takes 30 instructions, all before the first loads.
+struct PreparedTileOrder : TileOrder {
+    int l2_group_tiles = 0;
+    Divisor by_l2_group_tiles, by_l2_group_heads, by_last_heads, by_heads, by_all_heads;
+
+    PreparedTileOrder() = default;
+    constexpr PreparedTileOrder(const TileOrder& order)
+        : TileOrder(order),
+          l2_group_tiles((tiles - first) * l2_group_heads),
+          by_l2_group_tiles(l2_group_tiles),
+          by_l2_group_heads(l2_group_heads),
+          by_last_heads((max_of(heads * batch, 1) - 1) % l2_group_heads + 1),
+          by_heads(heads),
+          by_all_heads(heads * batch) {}
 };
 
 // Where the pages of a sequence are among K's and V's, whose batches they then are: page i of
@@ -136,7 +152,7 @@ struct AttentionParams {
     // Does the kernel that the plan has chosen scale scores before it masks them? See OptionSet.
     bool changes_scores = false;
     bool v_transposed = false;  // FP8: is v V^T (plan/transposed_v.cuh)?
-    TileOrder tile_order;
+    PreparedTileOrder tile_order;
 
     TensorView q;    // (B, Sq, Hq, D)
     TensorView k;    // (B, Sk, Hk, D), or (pages, page size, Hk, D)

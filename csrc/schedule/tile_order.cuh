@@ -18,66 +18,33 @@ struct WorkTile {
     int batch;
 };
 
-// What work_tile() divides by ...
-struct TileDivisions {
-    const TileOrder& order;
+// Of a flat head.
+FLASH_HOST_DEVICE constexpr WorkTile work_tile_of(int tile_index, int flat_head,
+                                                  const PreparedTileOrder& order) {
+    const int batch = flat_head / order.by_heads;
+    return {tile_index, flat_head - batch * order.heads, batch};
+}
 
-    FLASH_HOST_DEVICE constexpr int l2_group(int linear) const {
-        return linear / (order.tiles * order.l2_group_heads);
-    }
-    FLASH_HOST_DEVICE constexpr int tile(int within, int heads) const { return within / heads; }
-    FLASH_HOST_DEVICE constexpr int batch(int flat_head) const { return flat_head / order.heads; }
-};
-// ... and the same as the host prepares it.
-struct TileDivisors {
-    Divisor by_l2_group_tiles, by_l2_group_heads, by_last_heads, by_heads;
-    int l2_group_heads = 1;
-
-    TileDivisors() = default;
-    explicit constexpr TileDivisors(const TileOrder& order)
-        : by_l2_group_tiles(order.tiles * order.l2_group_heads),
-          by_l2_group_heads(order.l2_group_heads),
-          by_last_heads((max_of(order.heads * order.batch, 1) - 1) % order.l2_group_heads + 1),
-          by_heads(order.heads),
-          l2_group_heads(order.l2_group_heads) {}
-
-    FLASH_HOST_DEVICE constexpr int l2_group(int linear) const {
-        return linear / by_l2_group_tiles;
-    }
-    FLASH_HOST_DEVICE constexpr int tile(int within, int heads) const {
-        return within / (heads == l2_group_heads ? by_l2_group_heads : by_last_heads);
-    }
-    FLASH_HOST_DEVICE constexpr int batch(int flat_head) const { return flat_head / by_heads; }
-};
-
-// A grid has fewer than 2^31 CTAs, so 32 bits do.
-template <class Divisions>
-FLASH_HOST_DEVICE constexpr WorkTile work_tile(int linear, const TileOrder& order,
-                                               const Divisions& divisions) {
-    const int l2_group = divisions.l2_group(linear);
-    const int within = linear - l2_group * order.tiles * order.l2_group_heads;
+// Of those that come after the first ones of all heads. A grid has fewer than 2^31 CTAs, so 32 bits
+// do.
+FLASH_HOST_DEVICE constexpr WorkTile work_tile(int linear, const PreparedTileOrder& order) {
+    const int l2_group = linear / order.by_l2_group_tiles;
+    const int within = linear - l2_group * order.l2_group_tiles;
     const int first_head = l2_group * order.l2_group_heads;
-    const int heads_here = min_of(order.l2_group_heads, order.heads * order.batch - first_head);
-    const int tile = divisions.tile(within, heads_here);
-    const int flat_head = first_head + within - tile * heads_here;
-    const int batch = divisions.batch(flat_head);
-    return {tile, flat_head - batch * order.heads, batch};
-}
-FLASH_HOST_DEVICE constexpr WorkTile work_tile(int linear, const TileOrder& order) {
-    return work_tile(linear, order, TileDivisions{order});
+    const int heads_left = order.heads * order.batch - first_head;
+    const bool is_whole = order.l2_group_heads <= heads_left;
+    const int heads = is_whole ? order.l2_group_heads : heads_left;
+    const int tile = within / (is_whole ? order.by_l2_group_heads : order.by_last_heads);
+    return work_tile_of(order.first + tile, first_head + within - tile * heads, order);
 }
 
-// If the first `first` tiles of all heads come before all others, which then are as above.
-FLASH_HOST_DEVICE constexpr WorkTile work_tile(int linear, TileOrder order, int first) {
+// Of all.
+FLASH_HOST_DEVICE constexpr WorkTile work_tile_with_first(int linear,
+                                                          const PreparedTileOrder& order) {
     const int heads = order.heads * order.batch;
-    if (linear < first * heads) {
-        const int flat_head = linear % heads;
-        return {linear / heads, flat_head % order.heads, flat_head / order.heads};
-    }
-    order.tiles -= first;
-    WorkTile work = work_tile(linear - first * heads, order);
-    work.tile_index += first;
-    return work;
+    if (linear >= order.first * heads) return work_tile(linear - order.first * heads, order);
+    const int tile = linear / order.by_all_heads;
+    return work_tile_of(tile, linear - tile * heads, order);
 }
 
 FLASH_HOST_DEVICE constexpr int work_tile_count(const TileOrder& order) {

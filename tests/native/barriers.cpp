@@ -204,10 +204,11 @@ cudaError_t launch_forward(const Shape& call, ElementType type, bool general = f
         ForwardParams params = forward_params(call, type, Kernel::kHeadDim, general);
         if constexpr (Kernel::kPages) put_in_pages<Kernel::kBlockKV / 2>(params, call);
         params.v_transposed = given_v_t;
-        params.tile_order =
+        TileOrder order =
             tile_order_of(params, params.seqlen_q, Kernel::kBlockQ >> call.pack_gqa_log2,
                           call.pack_gqa_log2 > 0 ? call.heads_k : call.heads_q);
-        params.tile_order.tiles *= call.split_ctas > 0 ? call.split_ctas : call.num_splits;
+        order.tiles *= call.split_ctas > 0 ? call.split_ctas : call.num_splits;
+        params.tile_order = order;
         const TiledBias bias = bias_of(params, Kernel::kConsumers < 4);
         return launch_fa3_forward<Kernel>(params, {.bias = bias, .gpu = {.sms = kSms}}, nullptr);
     };

@@ -364,8 +364,9 @@ PYBIND11_MODULE(flash_ext_native, m) {
             throw std::logic_error("another tile by TileDivisors");
         return of(tile);
     });
-    m.def("work_tile", [](int linear, const TileOrder& order, int first) {
-        const WorkTile tile = work_tile(linear, order, first);
+    m.def("work_tile", [](int linear, TileOrder order, int first) {
+        order.first = first;
+        const WorkTile tile = work_tile_with_first(linear, order);
         return std::tuple(tile.tile_index, tile.head, tile.batch);
     });
     m.def("longest_first", &longest_first);

@@ -125,7 +125,7 @@ struct Fa3BackwardProducers : Fa3Cta<std::conditional_t<contains(kOptions, Optio
             const int tile_index = linear % params.tile_order.tiles;
             const int head = linear / params.tile_order.tiles - (tile_index == 0 ? 0 : params.lead);
             if (head < 0 || head >= params.tile_order.heads * params.tile_order.batch) return;
-            work = {tile_index, head % params.tile_order.heads, head / params.tile_order.heads};
+            work = work_tile_of(tile_index, head, params.tile_order);
         }
         if constexpr (kBias) {
             // Batch elements that share a bias come one after another: then they share it in L2,

@@ -7,8 +7,6 @@ namespace flash_ext {
 
 struct Fa3ForwardParams : ForwardParams {
     DynamicPersistentScheduler scheduler;
-    // A division takes 30 instructions, which a CTA would fetch before its first loads.
-    TileDivisors divisors;
     Divisor by_group;
     Divisor by_splits;  // or by split_ctas, if splits are fixed ones
     int group;          // query heads that share a head of K and V
@@ -33,12 +31,8 @@ cudaError_t launch_fa3_forward(const ForwardParams& call, const ForwardKernel& k
     typename Kernel::Params params{};
     const int group = call.heads_q / max_of(call.heads_k, 1);
     static_cast<Fa3ForwardParams&>(params) = {
-        call,
-        make_dynamic_scheduler(call.counters),
-        TileDivisors(call.tile_order),
-        Divisor(group),
-        Divisor(call.split_ctas > 0 ? call.split_ctas : call.num_splits),
-        group};
+        call, make_dynamic_scheduler(call.counters), Divisor(group),
+        Divisor(call.split_ctas > 0 ? call.split_ctas : call.num_splits), group};
     if (params.seqlen_k == 0) {  // a tensor map needs an address, although nothing is read
         params.k.data = params.q.data;
         params.v.data = params.q.data;

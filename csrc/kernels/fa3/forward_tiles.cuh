@@ -150,9 +150,8 @@ struct Fa3ForwardTiles
 
     // fixed_split: the one that comes next of the same Q tile, negative for a new Q tile.
     FLASH_DEVICE void describe_next(QueryTile& tile, int linear, int& fixed_split) const {
-        WorkTile work = kMask && !kMayHaveSplits
-                            ? longest_first(params, linear)
-                            : work_tile(linear, params.tile_order, params.divisors);
+        WorkTile work = kMask && !kMayHaveSplits ? longest_first(params, linear)
+                                                 : work_tile(linear, params.tile_order);
         if constexpr (kMayHaveSplits) {
             const int ctas = has_fixed_splits() ? params.split_ctas : params.num_splits;
             const int tile_index = work.tile_index / params.by_splits;

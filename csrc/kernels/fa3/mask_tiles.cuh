@@ -32,13 +32,13 @@ struct BackwardMaskStorage<false, kStages, kRows> {};
 
 // A Q tile in the order of the mask's rows, or the KV tile of a head of K and V.
 FLASH_DEVICE WorkTile longest_first(const ForwardParams& params, int linear) {
-    WorkTile work = work_tile(linear, params.tile_order, params.tile_mask.first_rows);
+    WorkTile work = work_tile_with_first(linear, params.tile_order);
     const int block = runs_of_q_block(params, work.batch, work.head, work.tile_index).in_order();
     work.tile_index = params.tile_order.tiles - 1 - block;  // describe() has the last one first
     return work;
 }
 FLASH_DEVICE WorkTile longest_first(const BackwardParams& params, int linear) {
-    WorkTile work = work_tile(linear, params.tile_order, params.tile_mask.first_rows);
+    WorkTile work = work_tile_with_first(linear, params.tile_order);
     const int head = work.head * (params.heads_q / params.heads_k);
     if (!params.deterministic)  // otherwise tiles add in ascending order
         work.tile_index = runs_of_kv_block(params, work.batch, head, work.tile_index).in_order();
