@@ -385,8 +385,8 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
     }
     FLASH_DEVICE void commit_ds(const State& s) const {
         __syncwarp();
-        if (!elected) return;
         if constexpr (Base::kBias) ptx::bulk_wait_read();  // of the other stage, as dbias
+        if (!elected) return;
         ptx::mbarrier_arrive(ds_barrier(s.ds));
     }
     static FLASH_DEVICE void next_ds(State& s) {
