@@ -124,6 +124,8 @@ void pack_gqa_view(ForwardParams& params) {
 
 void begin_plan(ForwardPlan& plan, const GpuModel& gpu) {
     pack_gqa_view(plan.params);
+    plan.params.group = group_or_one(plan.params);
+    plan.params.by_group = Divisor(plan.params.group);
     plan.mask = summary_of(plan.params);
     plan.kernel.gpu = gpu;
 }

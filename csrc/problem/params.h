@@ -280,6 +280,9 @@ struct ForwardParams : AttentionParams {
     // FA3, batch-invariant: splits are fixed ones (schedule/split_kv.cuh), at most num_splits, and
     // so many CTAs have those of a Q tile. With one o_partial is the CTAs' own memory.
     int split_ctas = 0;
+
+    int group = 1;  // query heads that share a head of K and V
+    Divisor by_group;
 };
 
 // Raised if *word is `epoch`, see launch_epoch.h. The word is the call's own, and nothing clears
@@ -357,16 +360,14 @@ inline BackwardParams with_parts_as_heads(BackwardParams params) {
 }
 
 // The query heads of a head of K and V, or of a part.
-FLASH_HOST_DEVICE constexpr int group_of(const ForwardParams& params) {
-    return params.heads_q / params.heads_k;
-}
+FLASH_HOST_DEVICE constexpr int group_of(const ForwardParams& params) { return params.group; }
 FLASH_HOST_DEVICE constexpr int group_of(const BackwardParams& params) {
     return params.heads_q * params.query_parts / params.heads_k;
 }
 
 // The head of K and V that a query head has.
 FLASH_HOST_DEVICE constexpr int key_head(const ForwardParams& params, int head) {
-    return head / group_of(params);
+    return head / params.by_group;
 }
 FLASH_HOST_DEVICE constexpr int key_head(const BackwardParams& params, int head) {
     return head / group_of(params) / (params.parts / params.query_parts);

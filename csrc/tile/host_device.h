@@ -29,10 +29,9 @@ struct Divisor {
     uint32_t multiplier;
     int shift;
 
-    // 0, of an empty call, which divides nothing, becomes 1.
     constexpr Divisor() : Divisor(1) {}
     explicit constexpr Divisor(int divisor) {
-        divisor += divisor == 0;
+        divisor += divisor == 0;  // 0, of an empty call, which divides nothing, becomes 1
         shift = std::bit_width(divisor - 1u);
         multiplier = static_cast<uint32_t>(((uint64_t{1} << (31 + shift)) + divisor - 1) / divisor);
     }

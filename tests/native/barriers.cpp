@@ -74,6 +74,8 @@ ForwardParams forward_params(const Shape& call, ElementType type, int head_dim, 
     x.pack_gqa_log2 = call.pack_gqa_log2;
     x.num_splits = call.num_splits;
     x.split_ctas = call.split_ctas;
+    x.group = x.heads_q / x.heads_k;
+    x.by_group = Divisor(x.group);
     if (call.num_splits > 1) {
         x.o_partial = reinterpret_cast<float*>(global);
         x.statistics_partial = reinterpret_cast<PartialStatistics*>(global);

@@ -26,6 +26,7 @@
 #include "kernels/common/launch.cuh"
 #include "kernels/fa3/decode_blocks.cuh"
 #include "kernels/fa3/decode_loads.cuh"
+#include "kernels/fa3/decode_params.cuh"
 #include "kernels/fa3/decode_scales.cuh"
 #include "kernels/fa3/tile_by_length.cuh"
 #include "problem/score.cuh"
@@ -37,41 +38,6 @@
 #include "schedule/tile_order.cuh"
 
 namespace flash_ext {
-
-struct Fa3DecodeParams : ForwardParams {
-    unsigned long long epoch;  // of the counters
-    float exponent_scale;
-    int cluster;  // splits of one; with 16 bits all or kMaxClusterSplits
-    SplitsByLength by_length;
-    int clusters;  // of a tile, unless splits are by length
-    int heads;     // of tiles
-    int tiles;     // of a head
-    int group;     // query heads that share a head of K and V
-    // Divisions would take a large part of a short call.
-    Divisor by_splits, by_clusters, by_heads, by_tiles, by_group;
-};
-
-inline Fa3DecodeParams decode_params(const ForwardParams& call, const ForwardKernel& kernel) {
-    const int cluster = kernel.decode_cluster, splits = call.num_splits;
-    const int clusters = ceil_div(splits, cluster);
-    const int heads = call.pack_gqa_log2 > 0 ? call.heads_k : call.heads_q;
-    const int tiles = call.cu_seqlens_q ? 1 : max_of(call.tile_order.tiles / splits, 1);
-    const int group = call.heads_q / max_of(call.heads_k, 1);
-    return {call,
-            launch_epoch(),
-            exponent_scale(call),
-            cluster,
-            kernel.by_length,
-            clusters,
-            heads,
-            tiles,
-            group,
-            Divisor(splits),
-            Divisor(clusters),
-            Divisor(heads),
-            Divisor(tiles),
-            Divisor(group)};
-}
 
 // Key: of K and V in memory. Element: of the matmuls; of Q and the output unless Key has 8 bits.
 template <class Element, class Key, int kHeadDim, int kHeadDimV, OptionSet kOptions,
@@ -420,11 +386,10 @@ struct Fa3Decode {
         const Sequence s = sequence_not_hoisted();
         const float factor = all.sum == 0.f ? 0.f : 1.f / all.sum;
         const int query = query_of(row);
+        using Softmax = OnlineSoftmax<16, (kBytes ? 7 : 0)>;
         if (col == 0)
-            params.lse[statistics_offset(params, s, head_of(row)) + query] = OnlineSoftmax < 16,
-                                                                    kBytes ? 7
-                                                                           : 0 > ::lse_of(all.max,
-                                                                                          all.sum);
+            params.lse[statistics_offset(params, s, head_of(row)) + query] =
+                Softmax::lse_of(all.max, all.sum);
         if (col >= params.head_dim_v) return;  // a multiple of 8
         auto* target = row_pointer<Element>(params.out, s.batch, s.q_begin + query, head_of(row));
         const auto store = [&]<class Out>(Out, float4 x) {

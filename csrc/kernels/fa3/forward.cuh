@@ -69,14 +69,14 @@
 #pragma once
 
 #include "kernels/common/optimistic_softmax.cuh"
-#include "kernels/fa3/forward_tiles.cuh"
+#include "kernels/fa3/forward_results.cuh"
 
 namespace flash_ext {
 
 template <class Element, int kHeadDim, int kHeadDimV, OptionSet kOptions,
           tuning::Fa3ForwardShape kTuning>
-struct Fa3Forward : Fa3ForwardTiles<Element, Element, kHeadDim, kHeadDimV, kOptions, kTuning> {
-    using Tiles = typename Fa3Forward::Fa3ForwardTiles;
+struct Fa3Forward : Fa3ForwardResults<Element, Element, kHeadDim, kHeadDimV, kOptions, kTuning> {
+    using Tiles = typename Fa3Forward::Fa3ForwardResults;
     using Tiles::consumer, Tiles::end_work_tile, Tiles::find_tile, Tiles::full_tiles,
         Tiles::k_pipeline, Tiles::kBlockKV, Tiles::kConsumers, Tiles::params, Tiles::q_pipeline,
         Tiles::query_of, Tiles::release, Tiles::release_and_advance, Tiles::v_pipeline,

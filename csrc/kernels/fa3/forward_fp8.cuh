@@ -42,15 +42,14 @@
 //   full(row-major V)   1: K's producer; and TMA's bytes     the warps that transpose
 //   empty(row-major V)  2: each warp that transposes         K's producer, before the next load
 //   empty(work tiles)   65: Q's producer and each lane that  K's producer
-//                       transposes, when they are done with
-//                       the tile; 128 a consumer
+//                       transposes, when done; 128 a consumer
 #pragma once
 
 #include <cfloat>
 
 #include "kernels/common/fp8_optimistic_softmax.cuh"
 #include "kernels/fa3/descales.cuh"
-#include "kernels/fa3/forward_tiles.cuh"
+#include "kernels/fa3/forward_results.cuh"
 #include "plan/transposed_v.cuh"
 #include "tile/transpose.cuh"
 
@@ -58,8 +57,9 @@ namespace flash_ext {
 
 template <class QKElement, int kHeadDim, int kHeadDimV, OptionSet kOptions,
           tuning::Fa3ForwardShape kTuning>
-struct Fa3ForwardFp8 : Fa3ForwardTiles<Float8, QKElement, kHeadDim, kHeadDimV, kOptions, kTuning> {
-    using Tiles = typename Fa3ForwardFp8::Fa3ForwardTiles;
+struct Fa3ForwardFp8
+    : Fa3ForwardResults<Float8, QKElement, kHeadDim, kHeadDimV, kOptions, kTuning> {
+    using Tiles = typename Fa3ForwardFp8::Fa3ForwardResults;
     using Tiles::consumer, Tiles::elected, Tiles::end_work_tile, Tiles::find_tile,
         Tiles::full_tiles, Tiles::group, Tiles::k_pipeline, Tiles::kBlockKV, Tiles::kConsumers,
         Tiles::params, Tiles::q_pipeline, Tiles::query_of, Tiles::release_and_advance,

@@ -7,18 +7,11 @@ namespace flash_ext {
 
 struct Fa3ForwardParams : ForwardParams {
     DynamicPersistentScheduler scheduler;
-    Divisor by_group;
     Divisor by_splits;  // or by split_ctas, if splits are fixed ones
-    int group;          // query heads that share a head of K and V
     CUtensorMap q_map;
     CUtensorMap k_map;
     CUtensorMap v_map;
 };
-
-FLASH_HOST_DEVICE constexpr int group_of(const Fa3ForwardParams& params) { return params.group; }
-FLASH_HOST_DEVICE constexpr int key_head(const Fa3ForwardParams& params, int head) {
-    return head / params.by_group;
-}
 
 // With packed GQA TMA loads the heads of a query as rows.
 FLASH_HOST_DEVICE TensorView with_heads_as_rows(const TensorView& q) {
@@ -29,10 +22,9 @@ template <class Kernel>
 cudaError_t launch_fa3_forward(const ForwardParams& call, const ForwardKernel& kernel,
                                cudaStream_t stream) {
     typename Kernel::Params params{};
-    const int group = call.heads_q / max_of(call.heads_k, 1);
     static_cast<Fa3ForwardParams&>(params) = {
-        call, make_dynamic_scheduler(call.counters), Divisor(group),
-        Divisor(call.split_ctas > 0 ? call.split_ctas : call.num_splits), group};
+        call, make_dynamic_scheduler(call.counters),
+        Divisor(call.split_ctas > 0 ? call.split_ctas : call.num_splits)};
     if (params.seqlen_k == 0) {  // a tensor map needs an address, although nothing is read
         params.k.data = params.q.data;
         params.v.data = params.q.data;
