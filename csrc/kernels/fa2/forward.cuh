@@ -156,7 +156,8 @@ struct Fa2Forward {
         return work_tile(linear, params.tile_order).tile_index % params.num_splits;
     }
 
-    FLASH_DEVICE int head_k() const { return key_head(params, head); }
+    // ptxas 13.0: with key_head(), a product, d 128 spills.
+    FLASH_DEVICE int head_k() const { return head / params.group; }
 
     FLASH_DEVICE KVTiles kv_tiles() const {
         if constexpr (kMayHaveMask) {
