@@ -41,8 +41,8 @@ help:
 demo: $(READY)  ## train a small GPT through flash_ext and through standard attention
 	@if $(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then $(MAKE) FLASH_EXT_STRICT=0 build; fi
 	$(PY) examples/train_gpt.py $(ARGS)
-test: lint build  ## build, lint and run the tests that need no GPU
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(or $(TEST_JOBS),2) -m "not gpu" $(ARGS)
+test: lint build  ## build, lint and run tests that need no GPU (ARGS=--all-cases: all of them)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(or $(TEST_JOBS),2) -m "not gpu" --quick $(ARGS)
 
 lint: $(READY)  ## formatting, lint, types, words and the layers of csrc/
 	$(PY) -m ruff format --check .

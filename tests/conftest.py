@@ -5,6 +5,7 @@ A test that takes the argument `device` runs once per device: "cpu", and "cuda" 
 
 On a CPU, whose kernels have few paths, such a test has only some of its cases, in which each value
 of each argument occurs: grids.some_of. --all-cases and the marker `all_cases` keep all of them.
+With --quick, as in `make test`, a test with the marker `share` has only that share of its cases.
 
 A test with the argument `variant` is left out where that variant does not run the test's problem:
 `attention_testing.unsupported_reason` knows. The problem is the argument `problem`, or has for its
@@ -19,6 +20,7 @@ import fcntl
 import gc
 import json
 import os
+import random
 import shutil
 import sys
 import tempfile
@@ -61,6 +63,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="on a CPU, too, all cases of the tests that run on each device",
     )
     parser.addoption(
+        "--quick",
+        action="store_true",
+        help="of the tests with the marker share only so many cases, unless --all-cases is given",
+    )
+    parser.addoption(
         "--soak",
         type=float,
         nargs="?",
@@ -74,6 +81,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device and the compiled library")
     config.addinivalue_line("markers", "soak: runs only with --soak")
     config.addinivalue_line("markers", "all_cases: has all of its cases on a CPU, too")
+    config.addinivalue_line("markers", "share(x): of its cases so many with --quick; 0: none")
     config.addinivalue_line("markers", "options(**fields): of the problems that the test runs")
     # The CPU's tensors are small, and with xdist every core has its own process.
     torch.set_num_threads(1)
@@ -174,6 +182,18 @@ def cases_left_out(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
         yield from (item for index, item in enumerate(of_test) if index not in chosen)
 
 
+def beyond_their_shares(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
+    """The cases that tests do not have with --quick: what is kept of each test is drawn."""
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("share"):
+            tests.setdefault(item.nodeid.split("[")[0], []).append(item)
+    for name, cases in tests.items():
+        share = cases[0].get_closest_marker("share").args[0]
+        kept = set(random.Random(name).sample(range(len(cases)), round(share * len(cases))))
+        yield from (item for index, item in enumerate(cases) if index not in kept)
+
+
 @pytest.hookimpl(trylast=True)  # after pytest has left out what -k and -m do not ask for
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     reason = gpu_suite.why_no_gpu()
@@ -201,6 +221,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.option.all_cases:
         gone = set(left_out)
         left_out += cases_left_out(item for item in items if item not in gone)
+    if config.option.quick and not config.option.all_cases:
+        gone = set(left_out)
+        left_out += beyond_their_shares(item for item in items if item not in gone)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         gone = set(left_out)

@@ -75,7 +75,12 @@ def run(name: str, call: str) -> Run:
     return Run(kernel.events(), kernel.barriers, kernel.memory)
 
 
-@pytest.mark.parametrize("call", ("full", "packed", "short"))
+SOME = pytest.mark.share(1 / 3)
+
+
+@pytest.mark.parametrize(
+    "call", ("full", pytest.param("packed", marks=SOME), pytest.param("short", marks=SOME))
+)
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernels_have_no_faults(name: str, call: str) -> None:
     if call == "packed" and any(x in name for x in DENSE):
@@ -271,6 +276,7 @@ REDUNDANT = {
 """What other barriers ensure, too."""
 
 
+@pytest.mark.share(1 / 2)
 @pytest.mark.parametrize(
     "name",
     (

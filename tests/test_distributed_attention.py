@@ -239,12 +239,12 @@ def check_a_missing_rank(ranks: int, device: str) -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(3, marks=pytest.mark.share(0)), 4])
 def test_equal_to_the_whole(ranks: int) -> None:
     run_ranks(ranks, "cpu", check_cases, check_batch)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.share(0))])
 def test_copies_are_equal_to_the_whole(ranks: int) -> None:
     run_ranks(ranks, "cpu", distributed_cases.check_copies)
 

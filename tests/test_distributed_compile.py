@@ -205,6 +205,7 @@ def test_two_ranks() -> None:
     )  # fmt: skip
 
 
+@pytest.mark.share(0)
 def test_two_levels() -> None:
     run_ranks(4, "cpu", check_graphs)
 

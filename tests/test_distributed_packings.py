@@ -469,6 +469,7 @@ def check_benchmark(ranks: int, device: str) -> None:
         assert all(cell[f"{x}_{y}"] > 0 for x in ("host_ms", "ms") for y in ("same", "new")), cell
 
 
+@pytest.mark.share(0)
 def test_the_benchmark_runs() -> None:
     """benchmarks/packings.py, on two ranks, and for one of eight without the others."""
     run_ranks(2, "cpu", check_benchmark)

@@ -101,6 +101,7 @@ def test_metadata_need_neither_torch_nor_nvcc(source: Path) -> None:
 # --- The sdist ---
 
 
+@pytest.mark.share(0)
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 def test_an_sdist_is_the_same_everywhere_and_whole(source: Path) -> None:
     made = []
@@ -161,6 +162,7 @@ needs_native = pytest.mark.skipif(
 )
 
 
+@pytest.mark.share(0)
 @needs_native
 @pytest.mark.parametrize("machine", MACHINES)
 def test_wheels_are_linked_for_their_platform(

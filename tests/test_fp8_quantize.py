@@ -885,6 +885,7 @@ def test_no_gradient_of_a_gradient() -> None:
 # --- The experiment of the paper ---
 
 
+@pytest.mark.share(0)
 def test_outliers(monkeypatch: pytest.MonkeyPatch) -> None:
     """FlashAttention-3, table 3: RMSE 2.4e-2 with one scale per tensor, 9.1e-3 with both methods.
 

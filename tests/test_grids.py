@@ -66,3 +66,17 @@ def test_only_the_cpu_has_fewer_cases() -> None:
     left_out = list(conftest.cases_left_out([SimpleNamespace(nodeid="no cases"), *items]))
     assert len(left_out) == 36 - 9
     assert {(x.nodeid[:4], x.callspec.params["device"]) for x in left_out} == {("some", "cpu")}
+
+
+@pytest.mark.parametrize(("share", "kept"), [(0, 0), (1 / 8, 3), (1, 24)])
+def test_a_share_of_the_cases(share: float, kept: int) -> None:
+    """The same one in every run, of each test its own."""
+
+    def item(test: str, number: int, share: float | None) -> SimpleNamespace:
+        marker = None if share is None else SimpleNamespace(args=[share])
+        return SimpleNamespace(nodeid=f"{test}[{number}]", get_closest_marker=lambda _: marker)
+
+    items = [item(test, n, s) for n in range(24) for test, s in (("some", share), ("all", None))]
+    left_out = [x.nodeid for x in conftest.beyond_their_shares(items)]
+    assert left_out == [x.nodeid for x in conftest.beyond_their_shares(items)]
+    assert len(set(left_out)) == 24 - kept and not any("all" in x for x in left_out)

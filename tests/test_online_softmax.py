@@ -88,6 +88,7 @@ def cases(device: str) -> Iterator[tuple[Problem, int, int, str]]:
         )
 
 
+@pytest.mark.share(1 / 2)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(
     ("device", "problem", "step", "block", "who"),

@@ -548,6 +548,7 @@ torch.testing.assert_close(model(*tensors), expected)
 """
 
 
+@pytest.mark.share(0)
 @pytest.mark.skipif(" " in torch.__file__, reason="inductor does not quote torch's folder")
 def test_aot_inductor_in_a_new_process(tmp_path: Path) -> None:
     """Which only has to import flash_ext, for its library."""

@@ -74,6 +74,7 @@ MANY_TILES = (
 )
 
 
+@pytest.mark.share(1 / 2)
 @pytest.mark.parametrize("variant", CPU_VARIANTS)
 @pytest.mark.parametrize("on_chip", (1, 300, 1000))
 @pytest.mark.parametrize("problem", MANY_TILES, ids=str)
@@ -104,6 +105,7 @@ OPTIONS = (
 )
 
 
+@pytest.mark.share(1 / 2)
 @pytest.mark.parametrize("options", [a | b for a, b in itertools.combinations(OPTIONS, 2)], ids=str)
 def test_pairs_of_options_in_float64(options: dict) -> None:
     problem = dataclasses.replace(Problem(3, 23, 31, 4, 2, 8, torch.float64), **options)

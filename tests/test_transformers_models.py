@@ -186,6 +186,7 @@ def quiet(monkeypatch):
     logging.set_verbosity(verbosity)
 
 
+@pytest.mark.share(1 / 8)
 @pytest.mark.parametrize("name", CLASSES)
 def test_model(name, outcomes):
     found = outcomes(name)
@@ -194,6 +195,7 @@ def test_model(name, outcomes):
     assert found.what in ("right", "refused"), found.why
 
 
+@pytest.mark.share(0)
 def test_count(outcomes):
     found = {name: outcomes(name) for name in CLASSES}
     counts = Counter(x.what for x in found.values())
