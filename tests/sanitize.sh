@@ -41,15 +41,12 @@ run_tool() { # tool port part
 
 IFS=, read -ra gpus <<<"${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $(($(nvidia-smi -L | wc -l) - 1)))}"
 port=49152
-start_tool() { # tool
+for tool in "${tools[@]}"; do
     for part in "${!gpus[@]}"; do
-        run_tool "$1" "$port" "$part" &
+        run_tool "$tool" "$port" "$part" &
         port=$((port + 256))
     done
-}
-for tool in "${tools[@]}"; do [ "$tool" = racecheck ] || start_tool "$tool"; done
-wait
-for tool in "${tools[@]}"; do [ "$tool" != racecheck ] || start_tool "$tool"; done
+done
 wait
 
 failed=0
