@@ -19,6 +19,7 @@ from __future__ import annotations
 import fcntl
 import gc
 import json
+import math
 import os
 import random
 import shutil
@@ -183,14 +184,15 @@ def cases_left_out(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
 
 
 def beyond_their_shares(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
-    """The cases that tests do not have with --quick: what is kept of each test is drawn."""
+    """The cases that tests do not have with --quick. Those that are kept are drawn, one at least
+    unless the share is 0."""
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("share"):
             tests.setdefault(item.nodeid.split("[")[0], []).append(item)
     for name, cases in tests.items():
         share = cases[0].get_closest_marker("share").args[0]
-        kept = set(random.Random(name).sample(range(len(cases)), round(share * len(cases))))
+        kept = random.Random(name).sample(range(len(cases)), math.ceil(share * len(cases)))
         yield from (item for index, item in enumerate(cases) if index not in kept)
 
 

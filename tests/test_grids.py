@@ -68,7 +68,7 @@ def test_only_the_cpu_has_fewer_cases() -> None:
     assert {(x.nodeid[:4], x.callspec.params["device"]) for x in left_out} == {("some", "cpu")}
 
 
-@pytest.mark.parametrize(("share", "kept"), [(0, 0), (1 / 8, 3), (1, 24)])
+@pytest.mark.parametrize(("share", "kept"), [(0, 0), (1 / 100, 1), (1 / 8, 3), (1, 24)])
 def test_a_share_of_the_cases(share: float, kept: int) -> None:
     """The same one in every run, of each test its own."""
 
