@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
 # Runs every kernel on tiny shapes under compute-sanitizer: memcheck (out-of-bounds and
 # misaligned accesses), racecheck (shared-memory hazards), synccheck (wrong barriers) and initcheck
-# (reads of memory never written), on each GPU a part of the calls. racecheck runs alone: beside
-# other processes on its GPU it has reported hazards in FA1's forward, other ones each time, between
-# accesses that a __syncthreads() separates. Writes benchmarks/results/<gpu>/sanitizer.json.
+# (reads of memory never written), on each GPU a part of the calls. Writes
+# benchmarks/results/<gpu>/sanitizer.json.
 # Exits with 0 only if every tool ran to its end and found nothing.
 #
 #     bash tests/sanitize.sh [tool ...]

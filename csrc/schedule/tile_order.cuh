@@ -18,15 +18,14 @@ struct WorkTile {
     int batch;
 };
 
-// Of a flat head.
+// A tile of a head of all batches, flattened.
 FLASH_HOST_DEVICE constexpr WorkTile work_tile_of(int tile_index, int flat_head,
                                                   const PreparedTileOrder& order) {
     const int batch = flat_head / order.by_heads;
     return {tile_index, flat_head - batch * order.heads, batch};
 }
 
-// Of those that come after the first ones of all heads. A grid has fewer than 2^31 CTAs, so 32 bits
-// do.
+// A tile after the `first` ones of every head. A grid has fewer than 2^31 CTAs, so 32 bits do.
 FLASH_HOST_DEVICE constexpr WorkTile work_tile(int linear, const PreparedTileOrder& order) {
     const int l2_group = linear / order.by_l2_group_tiles;
     const int within = linear - l2_group * order.l2_group_tiles;
@@ -38,7 +37,7 @@ FLASH_HOST_DEVICE constexpr WorkTile work_tile(int linear, const PreparedTileOrd
     return work_tile_of(order.first + tile, first_head + within - tile * heads, order);
 }
 
-// Of all.
+// A tile of all: the `first` ones of every head come before the others.
 FLASH_HOST_DEVICE constexpr WorkTile work_tile_with_first(int linear,
                                                           const PreparedTileOrder& order) {
     const int heads = order.heads * order.batch;

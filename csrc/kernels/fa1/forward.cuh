@@ -359,6 +359,9 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
                 cta.store_state(rO, state, q_tile);
             }
         }
+        // For racecheck: if another team has no Q tile, the tool loses the CTA's barrier at times,
+        // and reports that the next V is written before all warps have read this one.
+        cta.team_barrier();
     }
 
     typename Kernel::Output zero;  // of Q tiles that see no key
