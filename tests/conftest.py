@@ -5,7 +5,8 @@ A test that takes the argument `device` runs once per device: "cpu", and "cuda" 
 
 On a CPU, whose kernels have few paths, such a test has only some of its cases, in which each value
 of each argument occurs: grids.some_of. --all-cases and the marker `all_cases` keep all of them.
-With --quick, as in `make test`, a test with the marker `share` has only that share of its cases.
+With --quick, as in `make test`, so has every test, and one with the marker `share` only that share
+of these.
 
 A test with the argument `variant` is left out where that variant does not run the test's problem:
 `attention_testing.unsupported_reason` knows. The problem is the argument `problem`, or has for its
@@ -66,7 +67,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--quick",
         action="store_true",
-        help="of the tests with the marker share only so many cases, unless --all-cases is given",
+        help="some of each test's cases, with the marker share only so many; not with --all-cases",
     )
     parser.addoption(
         "--soak",
@@ -167,12 +168,13 @@ def problem_of(item: pytest.Function) -> Problem:
     return Problem(**{name: fields[name] for name in DECISIVE if name in fields})
 
 
-def cases_left_out(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
-    """Of the tests that run on each device, the cases that the CPU does not need."""
+def cases_left_out(items: Iterable[pytest.Item], quick: bool) -> Iterator[pytest.Item]:
+    """The cases that the CPU does not need, of tests that run on each device; if quick, of all."""
     tests: dict[str, list[pytest.Function]] = {}
     for item in items:
         arguments = getattr(getattr(item, "callspec", None), "params", {})
-        if arguments.get("device") == "cpu" and not item.get_closest_marker("all_cases"):
+        asked = arguments.get("device") == "cpu" or (quick and arguments)
+        if asked and not item.get_closest_marker("all_cases"):
             tests.setdefault(item.nodeid.split("[")[0], []).append(item)
     for name, of_test in tests.items():
         cases = [
@@ -222,7 +224,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             left_out.append(item)
     if not config.option.all_cases:
         gone = set(left_out)
-        left_out += cases_left_out(item for item in items if item not in gone)
+        left_out += cases_left_out(
+            (item for item in items if item not in gone), config.option.quick
+        )
     if config.option.quick and not config.option.all_cases:
         gone = set(left_out)
         left_out += beyond_their_shares(item for item in items if item not in gone)

@@ -378,6 +378,7 @@ def test_every_number_rounds_to_the_nearest(device: str) -> None:
                 assert_same(cache.cpu(), wanted)
 
 
+@pytest.mark.share(1 / 3)
 @pytest.mark.parametrize("seed", range(90))
 def test_the_kernel(seed: int, native: ModuleType) -> None:
     """The CUDA kernel on the host, where it loads 16 bytes at a time and where it cannot."""

@@ -75,9 +75,10 @@ def run(name: str, call: str) -> Run:
     return Run(kernel.events(), kernel.barriers, kernel.memory)
 
 
-SOME = pytest.mark.share(1 / 3)
+SOME = pytest.mark.share(1 / 6)
 
 
+@pytest.mark.all_cases  # of full calls
 @pytest.mark.parametrize(
     "call", ("full", pytest.param("packed", marks=SOME), pytest.param("short", marks=SOME))
 )
@@ -276,7 +277,7 @@ REDUNDANT = {
 """What other barriers ensure, too."""
 
 
-@pytest.mark.share(1 / 2)
+@pytest.mark.share(1 / 4)
 @pytest.mark.parametrize(
     "name",
     (

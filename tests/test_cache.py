@@ -469,6 +469,7 @@ def test_compiled(device: str) -> None:
     assert counter.frame_count == 1
 
 
+@pytest.mark.share(1 / 2)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["dense", "index", "leftpad", "packed", "prefix"])
 def test_compiled_in_other_forms(name: str) -> None:

@@ -130,6 +130,7 @@ def place(total: torch.Tensor, call: Call, q_rows: torch.Tensor, k_rows: torch.T
         assert q_rows[q_end - 1] == k_rows[k_end - 1]
 
 
+@pytest.mark.share(1 / 2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_every_visible_pair_is_computed_once(layout: str, ranks: int) -> None:

@@ -200,6 +200,7 @@ def test_lse_is_that_of_the_undropped_weights(variant: str, device: str) -> None
     assert (dropped - plain).abs().max() < 1e-6 * (1 + plain.abs().max())
 
 
+@pytest.mark.share(1 / 3)
 @pytest.mark.parametrize("variant", ("auto", "fa1", "fa2"))
 @pytest.mark.parametrize("p", (0.9, 0.99, 0.9999))
 def test_p_has_its_factor_when_it_is_rounded(p: float, variant: str, device: str) -> None:

@@ -47,7 +47,8 @@ def test_arguments_are_not_tied() -> None:
 
 
 def test_only_the_cpu_has_fewer_cases() -> None:
-    """And not of tests with the marker all_cases, nor of those that name no device."""
+    """And not of tests with the marker all_cases, nor, unless it is quick, of those that name no
+    device."""
 
     def item(test: str, marked: bool, **arguments: object) -> SimpleNamespace:
         return SimpleNamespace(
@@ -63,9 +64,12 @@ def test_only_the_cpu_has_fewer_cases() -> None:
         for test in ("some", "whole")
         for device in ({"device": "cpu"}, {"device": "cuda"}, {})
     ]
-    left_out = list(conftest.cases_left_out([SimpleNamespace(nodeid="no cases"), *items]))
+    items.insert(0, SimpleNamespace(nodeid="no cases"))
+    left_out = list(conftest.cases_left_out(items, quick=False))
     assert len(left_out) == 36 - 9
     assert {(x.nodeid[:4], x.callspec.params["device"]) for x in left_out} == {("some", "cpu")}
+    quick = list(conftest.cases_left_out(items[:1] + items[3::6], quick=True))
+    assert len(quick) == 36 - 9 and all("device" not in x.callspec.params for x in quick)
 
 
 @pytest.mark.parametrize(("share", "kept"), [(0, 0), (1 / 100, 1), (1 / 8, 3), (1, 24)])

@@ -143,6 +143,7 @@ def random_pages(layouts: ModuleType, size: int, source: random.Random) -> tuple
     return table, keys, head, layouts.Paged(table, count, size, head, keys)
 
 
+@pytest.mark.share(1 / 2)
 @pytest.mark.parametrize("tile", [x for x in TILES if x[1:] != (64, 80)])
 def test_tma_loads_pages(tile: tuple, layouts: ModuleType) -> None:
     """Each row comes from its page, and rows past the last key are zeros."""

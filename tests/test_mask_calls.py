@@ -103,7 +103,7 @@ def masks_of_200_by_300(device: str) -> list[Mask]:
     return [Mask.sinks(3, (90, 40), 200, 300, device=device), Mask.dense(shown), blocks]
 
 
-@pytest.mark.share(1 / 2)
+@pytest.mark.share(1 / 4)
 @every_variant
 @pytest.mark.parametrize("part", range(4))
 def test_beside_each_pair_of_options(part: int, variant: str, device: str) -> None:
@@ -275,6 +275,7 @@ def test_a_large_bool_bias_is_a_mask(causal: bool, pattern: str) -> None:
     assert "mask_words" in found and "bias" not in found
 
 
+@pytest.mark.share(1 / 3)
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("causal", (False, True))
 def test_compiled(causal: bool, name: str, device: str) -> None:

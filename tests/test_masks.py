@@ -190,6 +190,7 @@ SIZES = (
 )
 
 
+@pytest.mark.share(1 / 2)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("name", CONSTRUCTORS)
 def test_every_constructor(name: str, sizes: tuple[int, ...]) -> None:
@@ -251,6 +252,7 @@ def test_where_the_arguments_are(
             assert_is(found, want)
 
 
+@pytest.mark.share(1 / 2)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_combinations(sizes: tuple[int, ...]) -> None:
     number = SIZES.index(sizes)
@@ -390,6 +392,7 @@ def check_call(problem: Problem, mask: Mask, shown: Tensor, variant: str, device
     return True
 
 
+@pytest.mark.share(1 / 2)
 @pytest.mark.parametrize("variant", EVERY_VARIANT)
 @pytest.mark.parametrize("part", range(10))
 def test_random_masks(part: int, variant: str, device: str) -> None:

@@ -169,6 +169,7 @@ def train(model: Model, run: Any, text: Tensor) -> tuple[list[float], dict[str, 
     return losses, gradients
 
 
+@pytest.mark.share(1 / 2)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("compiled", (False, True))
 def test_training(compiled: bool, device: str) -> None:

@@ -442,6 +442,7 @@ def test_flops_of_the_backward_pass_alone(device: str) -> None:
     assert counter.get_total_flops() == 5 * 2 * q.shape[1] * (100 * 100 + 300 * 300) * 64
 
 
+@pytest.mark.share(1 / 2)
 @pytest.mark.parametrize("options", ({}, {"window": (9, 3), "softcap": 2.0}), ids=str)
 @pytest.mark.skipif(" " in torch.__file__, reason="inductor does not quote torch's folder")
 def test_compiled_autograd(options: dict, device: str) -> None:

@@ -85,7 +85,7 @@ def detached(tree):
     return torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, tree)
 
 
-@pytest.mark.share(1 / 2)
+@pytest.mark.share(1 / 4)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("problem", OPCHECK_PROBLEMS, ids=str)
 def test_opcheck(problem: Problem, variant: str, device: str) -> None:
@@ -198,6 +198,7 @@ def test_compiles_with_inductor(problem: Problem, device: str) -> None:
     )
 
 
+@pytest.mark.share(1 / 2)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_dynamic_shapes_compile_once(variant: str, device: str) -> None:
     torch._dynamo.reset()
@@ -223,6 +224,7 @@ def test_dynamic_shapes_compile_once(variant: str, device: str) -> None:
     assert len(set(compiled_frames)) == 1, "new sizes must not compile again"
 
 
+@pytest.mark.share(1 / 2)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_dynamic_lengths_compile_once(variant: str, device: str) -> None:
     """Packed sequences: other lengths, totals and numbers of sequences."""
@@ -325,7 +327,7 @@ GRADCHECK_PROBLEMS = (
 )
 
 
-@pytest.mark.share(1 / 3)
+@pytest.mark.share(1 / 4)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("problem", GRADCHECK_PROBLEMS, ids=str)
 def test_gradcheck(problem: Problem, variant: str) -> None:
@@ -431,6 +433,7 @@ def test_gradient_of_a_gradient_is_refused(device: str) -> None:
         dq.float().sum().backward()
 
 
+@pytest.mark.share(1 / 2)
 @pytest.mark.parametrize("problem", (Problem(1, 9, 9), Problem(1, 9, 9, bias="1hqk")), ids=str)
 def test_compiled_autograd(problem: Problem, device: str) -> None:
     """The backward pass of a graph that was recorded eagerly."""

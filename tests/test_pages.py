@@ -234,6 +234,7 @@ def test_options(name: str, seqlen_q: int, device: str, variant: str) -> None:
         check(base(seqlen_q, **OPTIONS[name]), device, variant, size)
 
 
+@pytest.mark.share(1 / 2)
 @on_each()
 @pytest.mark.parametrize("size", (1, 16, 24, 64, 256))
 @pytest.mark.parametrize("seqlen_q", (1, 4))

@@ -155,6 +155,7 @@ def test_a_row_that_the_bias_hides(bias_type: str) -> None:
         assert not grads["dbias"][0, 1, 2].any()
 
 
+@pytest.mark.share(1 / 2)
 @pytest.mark.parametrize(
     "options",
     (

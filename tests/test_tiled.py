@@ -151,6 +151,7 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
+@pytest.mark.share(1 / 2)
 @pytest.mark.parametrize(
     ("variant", "on_chip", "lengths"),
     [("fa1", 8192, (256, 512)), ("fa2", 8192, (256, 512)), ("fa2", None, (2048, 4096))],

@@ -169,6 +169,7 @@ def others(name: str) -> list[str]:
     return ["eager"] if name in NOT_ON_SDPA else ["eager", "sdpa"]
 
 
+@pytest.mark.share(1 / 2)
 @pytest.mark.parametrize("padding", MASKS)
 @pytest.mark.parametrize("name", MODELS)
 def test_models(name, padding, calls):
@@ -250,6 +251,7 @@ def test_packed_sequences_and_more(extra):
     assert mask.dense.shape == (1, 1, S, S) and not mask.causal
 
 
+@pytest.mark.share(1 / 2)
 @pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.parametrize("padding", ["whole", "left"])
 @pytest.mark.parametrize("name", [*CAUSAL, "t5"])
@@ -327,6 +329,7 @@ def cases() -> Iterator[tuple]:
                     yield kind, past, padding, "blocks"
 
 
+@pytest.mark.share(1 / 3)
 @pytest.mark.parametrize(("kind", "past", "padding", "extra"), list(cases()))
 def test_masks(kind, past, padding, extra):
     """The mask and the attention function together, against SDPA with its own mask."""
@@ -503,7 +506,7 @@ def build_own(name: str) -> nn.Module:
     return model
 
 
-@pytest.mark.share(1 / 2)
+@pytest.mark.share(1 / 4)
 @pytest.mark.filterwarnings("ignore:flash_ext")
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("padding", ["whole", "left", "right", "holes"])
@@ -613,7 +616,7 @@ def test_checkpointing_and_dropout(name, calls):
     assert not torch.allclose(found[0]["logits"], evaluated["logits"])
 
 
-@pytest.mark.share(1 / 2)
+@pytest.mark.share(1 / 4)
 @pytest.mark.parametrize("case", ["causal", "padded", "packed", "offsets"])
 def test_compiled(case, calls):
     # Layers are alike, and the compiler traces each.
