@@ -384,7 +384,7 @@ GRIDS = (
 )
 
 
-@pytest.mark.share(1 / 4)
+@pytest.mark.share(1 / 2)
 @pytest.mark.parametrize(("device", "problem", "variant"), every_case(*GRIDS))
 def test_against_float64(device: str, problem: Problem, variant: str) -> None:
     """Half of the problems ask for the deterministic backward pass."""

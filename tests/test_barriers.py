@@ -75,7 +75,7 @@ def run(name: str, call: str) -> Run:
     return Run(kernel.events(), kernel.barriers, kernel.memory)
 
 
-SOME = pytest.mark.share(1 / 6)
+SOME = pytest.mark.share(1 / 3)
 
 
 @pytest.mark.all_cases  # of full calls
@@ -277,7 +277,7 @@ REDUNDANT = {
 """What other barriers ensure, too."""
 
 
-@pytest.mark.share(1 / 4)
+@pytest.mark.share(1 / 2)
 @pytest.mark.parametrize(
     "name",
     (

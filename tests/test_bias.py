@@ -69,7 +69,7 @@ def layouts(device: str) -> Iterator[Problem]:
         )
 
 
-@pytest.mark.share(1 / 4)
+@pytest.mark.share(1 / 2)
 @pytest.mark.parametrize(("device", "problem", "variant"), every_case(patterns, layouts))
 def test_against_float64(device: str, problem: Problem, variant: str) -> None:
     check(problem, variant, device, deterministic=problem.seed % 2 == 1)

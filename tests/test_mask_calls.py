@@ -103,7 +103,7 @@ def masks_of_200_by_300(device: str) -> list[Mask]:
     return [Mask.sinks(3, (90, 40), 200, 300, device=device), Mask.dense(shown), blocks]
 
 
-@pytest.mark.share(1 / 4)
+@pytest.mark.share(1 / 2)
 @every_variant
 @pytest.mark.parametrize("part", range(4))
 def test_beside_each_pair_of_options(part: int, variant: str, device: str) -> None:

@@ -85,7 +85,7 @@ def detached(tree):
     return torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, tree)
 
 
-@pytest.mark.share(1 / 4)
+@pytest.mark.share(1 / 2)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("problem", OPCHECK_PROBLEMS, ids=str)
 def test_opcheck(problem: Problem, variant: str, device: str) -> None:
@@ -327,7 +327,7 @@ GRADCHECK_PROBLEMS = (
 )
 
 
-@pytest.mark.share(1 / 4)
+@pytest.mark.share(1 / 3)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("problem", GRADCHECK_PROBLEMS, ids=str)
 def test_gradcheck(problem: Problem, variant: str) -> None:

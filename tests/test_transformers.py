@@ -506,7 +506,7 @@ def build_own(name: str) -> nn.Module:
     return model
 
 
-@pytest.mark.share(1 / 4)
+@pytest.mark.share(1 / 2)
 @pytest.mark.filterwarnings("ignore:flash_ext")
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("padding", ["whole", "left", "right", "holes"])
@@ -616,7 +616,7 @@ def test_checkpointing_and_dropout(name, calls):
     assert not torch.allclose(found[0]["logits"], evaluated["logits"])
 
 
-@pytest.mark.share(1 / 4)
+@pytest.mark.share(1 / 2)
 @pytest.mark.parametrize("case", ["causal", "padded", "packed", "offsets"])
 def test_compiled(case, calls):
     # Layers are alike, and the compiler traces each.

@@ -186,7 +186,7 @@ def quiet(monkeypatch):
     logging.set_verbosity(verbosity)
 
 
-@pytest.mark.share(1 / 12)
+@pytest.mark.share(1 / 8)
 @pytest.mark.parametrize("name", CLASSES)
 def test_model(name, outcomes):
     found = outcomes(name)

@@ -116,7 +116,7 @@ def grids(device: str) -> Iterator[Problem]:
     )
 
 
-@pytest.mark.share(1 / 4)
+@pytest.mark.share(1 / 2)
 @pytest.mark.parametrize(("device", "problem", "variant"), every_case(grids))
 def test_against_float64(device: str, problem: Problem, variant: str) -> None:
     check(problem, variant, device, deterministic=problem.seed % 2 == 1)
