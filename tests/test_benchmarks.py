@@ -58,9 +58,8 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., list[d
 
     def rows(main: Callable[[], int], *given: object, status: int = 0) -> list[dict[str, Any]]:
         out = tmp_path / f"results-{next(numbers)}.jsonl"
-        monkeypatch.setattr(
-            sys, "argv", ["x", "--device", "cpu", *map(str, given), "--out", str(out)]
-        )
+        command = ["x", "--device", "cpu", *map(str, given), "--out", str(out)]
+        monkeypatch.setattr(sys, "argv", command)
         assert main() == status
         return [results.flat(line) for line in results.read(out)]
 
@@ -89,9 +88,7 @@ def test_the_newest_line_of_a_cell_counts(tmp_path: Path) -> None:
     assert [x["result"]["ms"] for x in results.read(path)] == [3.0, 4.0, 5.0], "as `cat` does"
 
 
-def test_nothing_is_written_unless_it_is_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_what_is_asked_for_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """--record alone writes to the results of this repository."""
     monkeypatch.setattr(results, "FOLDER", tmp_path / "committed")
     parser = argparse.ArgumentParser()
@@ -147,9 +144,8 @@ def test_results_of_kernels_of_another_source_are_refused(monkeypatch: pytest.Mo
     monkeypatch.setattr(common, "driver_version", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "GPU")
     for kernels in (None, common.kernel_digest()):
-        monkeypatch.setattr(
-            binary, "cuda_build", lambda kernels=kernels: binary.Build("80", kernels=kernels)
-        )
+        build = binary.Build("80", kernels=kernels)
+        monkeypatch.setattr(binary, "cuda_build", lambda build=build: build)
         assert common.describe_setup(device)["digest"] == common.source_digest()
     monkeypatch.setattr(binary, "cuda_build", lambda: binary.Build("80", kernels="0" * 16))
     with pytest.raises(SystemExit, match="of csrc 0000000000000000, this is .*: make build"):
@@ -355,9 +351,8 @@ def test_serving(run: Run) -> None:
                                None if "cache" in cell else "batch_invariant"} - {None}  # fmt: skip
         assert all("ms" in result for result in ours.values())
     right = flash_ext.attention_with_cache
-    with mock.patch.object(
-        flash_ext, "attention_with_cache", lambda *x, **y: right(*x, **(y | {"causal": False}))
-    ):
+    with mock.patch.object(flash_ext, "attention_with_cache",
+                           lambda *x, **y: right(*x, **(y | {"causal": False}))):  # fmt: skip
         wrong = run(serving.main, "--rounds", 1, "--only", "prefill", status=1)
     assert all("WRONG" in r["skipped"] for c in wrong for r in c["providers"].values())
 
@@ -413,9 +408,8 @@ def test_training(run: Run) -> None:
     assert all(r["loss_difference"] < 1e-5 for r in grouped["providers"].values())
 
 
-def test_a_training_that_is_wrong_or_waits_for_the_cpu_has_no_speed(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_that_is_wrong_has_no_speed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor has a step that waits for the CPU."""
     given = ("--rounds", 2, "--steps", 1, "--seq", 64, "--providers", "fa2", "sdpa", "standard")
     in_model, right = train.in_model, train.sdpa()
     wrong = dataclasses.replace(right, name="fa2", attend=lambda *x: right.attend(*x) * 2)
