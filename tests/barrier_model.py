@@ -249,7 +249,7 @@ class Run:
                 component = len(self.threads) + len(self.barriers)
                 self.barriers[x[0]] = Barrier(self.barrier_names[x[0]], x[1], component)
             case Event.Arrive:
-                self.arrive(thread, self.barriers[x[0]])
+                self.arrive(thread, self.barriers[x[0]], x[1])
             case Event.Expect:
                 self.barriers[x[0]].bytes += x[1]
                 self.arrive(thread, self.barriers[x[0]])
@@ -289,10 +289,10 @@ class Run:
                 thread.unfenced.clear()
         return True
 
-    def arrive(self, thread: Thread, barrier: Barrier) -> None:
-        if thread.weight > barrier.missing:
+    def arrive(self, thread: Thread, barrier: Barrier, times: int = 1) -> None:
+        if thread.weight * times > barrier.missing:
             self.fault(f"{barrier.name}: more arrivals than {barrier.arrivals}")
-        barrier.missing -= thread.weight
+        barrier.missing -= thread.weight * times
         self.count(barrier, thread.clock, thread.now)
 
     def count(self, barrier: Barrier, clock: Clock, now: Moment) -> None:

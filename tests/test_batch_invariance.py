@@ -140,6 +140,9 @@ def check(seed: int, device: str, longest: int, **options: Any) -> None:
     ]
     expected = [alone(text, **options) for text in texts]
     case = f"seed {seed}, d {dim}, heads {heads}, pages of {size}, {list(map(len, texts))}"
+    q, k, v = (torch.stack([x.flip(0), x]) for x in (texts[0].q, texts[0].k, texts[0].v))
+    out, lse = flash_ext.attention(q, k, v, return_lse=True, **options)
+    assert_same_bits((out[1], lse[1]), expected[0], f"{case}: dense, with another")
     order = draw.sample(range(len(texts)), len(texts))
     for i, found in zip(order, as_training([texts[i] for i in order], **options), strict=True):
         assert_same_bits(found, expected[i], f"{case}: packed, {i}")

@@ -133,14 +133,15 @@ def test_key_rows_for_copies(layouts: ModuleType) -> None:
 
 
 def random_pages(layouts: ModuleType, size: int, source: random.Random) -> tuple:
-    """A table, the number of keys, and what the layouts make of them. Entries past the keys would
-    be followed to far-off places."""
+    """A table, clamped to the pages, the number of keys, and what the layouts make of the table
+    with far-off pages, which come past the keys and, seldom, before their end."""
     count, head = source.randrange(1, 50), source.randrange(3)
     columns = source.randrange(1, 40)
     keys = source.randrange(columns * size + 1)
-    table = [source.randrange(count) for _ in range(columns)]
+    table = [source.choice((*[source.randrange(count)] * 9, -1, 1 << 30)) for _ in range(columns)]
     table[-(-keys // size) :] = [source.choice((-1, 1 << 30))] * (columns - -(-keys // size))
-    return table, keys, head, layouts.Paged(table, count, size, head, keys)
+    paged = layouts.Paged(table, count, size, head, keys)
+    return [min(max(page, 0), count - 1) for page in table], keys, head, paged
 
 
 @pytest.mark.share(1 / 2)

@@ -154,6 +154,11 @@ void list_members(bool given_v_t) {
     FLASH_MEMBER("data", "bias", bias)
     FLASH_MEMBER("data", "steps", steps)
     FLASH_MEMBER("data", "work tiles", work_tiles.stages)
+    FLASH_MEMBER("data", "words", mask.intervals)
+    FLASH_MEMBER("data", "bits", mask.bits)
+    FLASH_MEMBER("data", "first keys", mask.first_keys)
+    FLASH_MEMBER("data", "words", mask.words)
+    FLASH_MEMBER("data", "first queries", mask.first_queries)
 #undef FLASH_MEMBER
 }
 
@@ -199,12 +204,43 @@ void put_in_pages(ForwardParams& params, const Shape& call) {
     params.seqlen_k = kSize * kPagesOfSequence;
 }
 
+// A mask that shows all blocks: of each row the last one in part, by bits up to d 64, otherwise by
+// intervals.
+void show_all_blocks(AttentionParams& params) {
+    constexpr int kMostBlocks = 64, kRow = kMaskHeader + 2;
+    static int kv_tiles[kMostBlocks][kRow], q_tiles[kMostBlocks][kRow];
+    const int q_blocks = ceil_div(params.seqlen_q, kMaskBlock);
+    const int kv_blocks = ceil_div(params.seqlen_k, kMaskBlock);
+    const auto list = [](int* row, int i, int full, int partial) {
+        *row++ = full;
+        *row++ = partial;
+        *row++ = (full > 0) + (partial > 0);
+        *row++ = i;
+        if (full > 0) *row++ = static_cast<int>(mask_run(0, full));
+        if (partial > 0) *row = static_cast<int>(mask_run(full, partial));
+    };
+    for (int i = 0; i < q_blocks; ++i) list(kv_tiles[i], i, kv_blocks - 1, 1);
+    for (int i = 0; i < kv_blocks; ++i) {
+        const bool full = i < kv_blocks - 1;
+        list(q_tiles[i], i, full ? q_blocks : 0, full ? 0 : q_blocks);
+    }
+    params.tile_mask = {.kv_tiles = kv_tiles[0],
+                        .q_tiles = q_tiles[0],
+                        .words = reinterpret_cast<uint32_t*>(global),
+                        .kv_row = kRow,
+                        .q_row = kRow,
+                        .q_blocks = q_blocks,
+                        .kv_blocks = kv_blocks,
+                        .bits = params.head_dim <= 64};
+}
+
 template <class Kernel>
 cudaError_t launch_forward(const Shape& call, ElementType type, bool general = false,
                            bool given_v_t = false) {
     const auto launch = [&] {
         ForwardParams params = forward_params(call, type, Kernel::kHeadDim, general);
         if constexpr (Kernel::kPages) put_in_pages<Kernel::kBlockKV / 2>(params, call);
+        if constexpr (Kernel::kMask) show_all_blocks(params);
         params.v_transposed = given_v_t;
         TileOrder order =
             tile_order_of(params, params.seqlen_q, Kernel::kBlockQ >> call.pack_gqa_log2,
@@ -240,6 +276,7 @@ cudaError_t backward(const Shape& call) {
                     tuning::fa3_backward_shape({kHeadDim, kHeadDim}, kOptions, kManyQueries)>;
     return keep<Kernel>([&] {
         auto params = backward_params(call, kHeadDim, changes_scores(kOptions));
+        if constexpr (Kernel::kMask) show_all_blocks(params);
         params.tile_order =
             tile_order_of(params, params.seqlen_k, Kernel::kBlockKV, params.heads_k);
         const TiledBias bias = bias_of(params, kMayBeFloat32);
@@ -344,6 +381,9 @@ const std::map<std::string, cudaError_t (*)(const Shape&)> kKernels{
     {"forward 64, bias", forward<64, kUsual, tuning::kFa3Bias>},
     {"forward 64, bias, small Q", forward<64, kSmallQ, tuning::kFa3Bias>},
     {"forward 128, bias", forward<128, kSmallQ, tuning::kFa3Bias>},
+    {"forward 64, mask", forward<64, kSmallQ, tuning::kFa3Mask>},
+    {"forward 64, mask and splits", forward<64, kSmallQ, tuning::kFa3MaskSplits>},
+    {"forward 128, mask", forward<128, kSmallQ, tuning::kFa3Mask>},
     {"forward 256", forward<256, kUsual>},                  // one stage of Q
     {"forward_fp8 64, small Q", forward_fp8<64, kSmallQ>},  // transposes V
     {"forward_fp8 64, small Q, V^T", forward_fp8<64, kSmallQ, true>},
@@ -359,6 +399,8 @@ const std::map<std::string, cudaError_t (*)(const Shape&)> kKernels{
     {"backward 64, bias", backward<64, false, tuning::kFa3Bias>},
     {"backward 64, bias of 16 bits", backward<64, false, tuning::kFa3Bias, false>},
     {"backward 128, bias", backward<128, false, tuning::kFa3Bias>},
+    {"backward 64, mask", backward<64, false, tuning::kFa3Mask>},
+    {"backward 128, mask", backward<128, false, tuning::kFa3Mask>},
     {"backward_dkdv 192", backward_dkdv<192, false>},
     {"backward_dkdv 256, stores dS", backward_dkdv<256, true>},
     {"backward_dq 192", backward_dq<192>},

@@ -17,7 +17,7 @@ inline constexpr int kSharedBytes = 256 << 10;
 // The events with their arguments. tests/barrier_model.py has the same list.
 enum class Event : uint64_t {
     kInit,        // mbarrier, arrivals
-    kArrive,      // mbarrier
+    kArrive,      // mbarrier, arrivals
     kExpect,      // mbarrier, bytes: arrives, too
     kTest,        // mbarrier, parity
     kWait,        // mbarrier, parity

@@ -7,9 +7,11 @@
 namespace flash_ext::ptx {
 
 inline void mbarrier_init(uint32_t barrier, int arrivals) { note(Event::kInit, barrier, arrivals); }
-inline void mbarrier_arrive(uint32_t barrier) { note(Event::kArrive, barrier); }
+inline void mbarrier_arrive(uint32_t barrier, int arrivals = 1) {
+    note(Event::kArrive, barrier, arrivals);
+}
 inline void mbarrier_arrive_if(bool active, uint32_t barrier) {
-    if (active) note(Event::kArrive, barrier);
+    if (active) mbarrier_arrive(barrier);
 }
 inline void mbarrier_arrive_expect(uint32_t barrier, int bytes) {
     note(Event::kExpect, barrier, bytes);
