@@ -166,6 +166,27 @@ def test_a_bool_bias_beside_a_mask(variant: str, device: str) -> None:
         torch.testing.assert_close(x, want[name], atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.parametrize("with_bias", (False, True))
+def test_without_a_backward_for_masks(with_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that trains has a dense bias then, and another one its lists."""
+    tensors, mask = qkv("cpu"), MAKERS["intervals"]("cpu")
+    options = {"bias": torch.randn(1, 4, 300, 300)} if with_bias else {}
+    want = grads(flash_ext.attention(*tensors, mask=mask, **options), tensors)
+    check = masked.ops.check
+
+    def without_backward(*call: Any, **given: Any) -> Any:
+        variant, backward, *others = check(*call, **given)
+        return variant, -1 if "mask_words" in given else backward, *others
+
+    monkeypatch.setattr(masked.ops, "check", without_backward)
+    monkeypatch.setattr(masked, "_answers", {})
+    assert flash_ext.explain(*tensors, mask=mask, **options).mask == "a bool bias"
+    for name, x in grads(flash_ext.attention(*tensors, mask=mask, **options), tensors).items():
+        torch.testing.assert_close(x, want[name], atol=2e-2, rtol=2e-2)
+    with torch.no_grad():
+        assert flash_ext.explain(*tensors, mask=mask, **options).mask == "lists of blocks"
+
+
 @every_variant
 @pytest.mark.parametrize("per_head", (False, True))
 def test_packed_sequences(per_head: bool, variant: str, device: str) -> None:
