@@ -1,11 +1,13 @@
-// The FA3 kernels, for tests/test_barriers.py: each runs on the host with products that are 0, and
-// its threads note what they do with shared memory and barriers (fake_cuda/device.h). Whether a
-// wait may end is decided in Python.
+// FA1's and FA3's kernels, for tests/test_barriers.py: each runs on the host with products that are
+// 0, and its threads note what they do with shared memory and barriers (fake_cuda/device.h).
+// Whether a wait may end is decided in Python.
 #include <algorithm>
 #include <map>
 #include <string>
 
 #include "device.h"
+#include "kernels/fa1/backward.cuh"
+#include "kernels/fa1/forward.cuh"
 #include "kernels/fa3/backward.cuh"
 #include "kernels/fa3/backward_wide.cuh"
 #include "kernels/fa3/bias_gradient.cuh"
@@ -159,6 +161,7 @@ void list_members(bool given_v_t) {
     FLASH_MEMBER("data", "first keys", mask.first_keys)
     FLASH_MEMBER("data", "words", mask.words)
     FLASH_MEMBER("data", "first queries", mask.first_queries)
+    FLASH_MEMBER("data", "teams", teams)
 #undef FLASH_MEMBER
 }
 
@@ -251,6 +254,36 @@ cudaError_t launch_forward(const Shape& call, ElementType type, bool general = f
         return launch_fa3_forward<Kernel>(params, {.bias = bias, .gpu = {.sms = kSms}}, nullptr);
     };
     return keep<Kernel>(launch, given_v_t);
+}
+
+// The host is no Hopper GPU: this says that any GPU has the shared memory.
+template <int kHeadDim>
+struct Fa1ForwardHere : Fa1Forward<Element, kHeadDim, kHeadDim, tuning::kAllOptions, false> {
+    using Fa1Forward<Element, kHeadDim, kHeadDim, tuning::kAllOptions, false>::Fa1Forward;
+    static constexpr int kSharedBytes = 0;
+};
+
+template <int kHeadDim>
+cudaError_t fa1_forward(const Shape& call) {
+    using Kernel = Fa1ForwardHere<kHeadDim>;
+    return keep<Kernel>([&] {
+        auto params = forward_params(call, ElementType::kBFloat16, kHeadDim, false);
+        params.out_accum = params.row_statistics = reinterpret_cast<float*>(global);
+        return launch_kernel<fa1_forward_kernel<Kernel>>(
+            params.heads_q * sequence_count(params), Kernel::kThreads,
+            sizeof(typename Kernel::SharedStorage), params, nullptr);
+    });
+}
+
+template <int kHeadDim>
+cudaError_t fa1_backward(const Shape& call) {
+    using Kernel = Fa1BackwardTile<Element, kHeadDim, kHeadDim, tuning::kAllOptions>;
+    return keep<Kernel>([&] {
+        const auto params = backward_params(call, kHeadDim);
+        return launch_kernel<fa1_backward_kernel<Kernel>>(
+            params.heads_k * sequence_count(params), Kernel::kThreads,
+            sizeof(typename Kernel::SharedStorage), params, nullptr);
+    });
 }
 
 template <int kHeadDim, tuning::Fa3ForwardTile kTile, OptionSet kOptions = tuning::kVarlen>
@@ -367,6 +400,10 @@ constexpr auto decode_8_bits =
 
 // tests/test_barriers.py reads their names here.
 const std::map<std::string, cudaError_t (*)(const Shape&)> kKernels{
+    {"fa1 forward 64", fa1_forward<64>},  // three teams
+    {"fa1 forward 128", fa1_forward<128>},
+    {"fa1 backward 64", fa1_backward<64>},
+    {"fa1 backward 128", fa1_backward<128>},
     {"forward 64, small Q", forward<64, kSmallQ>},  // ping-pong
     {"forward 64", forward<64, kUsual>},            // four consumers
     {"forward 128", forward<128, kUsual>},          // two P, two steps with a mask

@@ -6,7 +6,10 @@
 
 namespace flash_ext::ptx {
 
-inline void red_add_v2(float* p, float x, float y) { p[0] += x, p[1] += y; }
+template <int kFloats>
+void red_add(float* p, const float (&x)[kFloats]) {
+    for (int i = 0; i < kFloats; ++i) p[i] += x[i];
+}
 template <class Element>
 void load_pair(Element (&pair)[2], const Element* p) {
     std::memcpy(pair, p, sizeof(pair));
