@@ -90,6 +90,7 @@ class Barrier:
         self.name = name
         self.arrivals = arrivals
         self.component = component  # of TMA's writes
+        self.made: list[Moment] = []  # when it was initialized
         self.phase = 0  # the number of the one that is not complete
         self.missing = arrivals
         self.bytes = 0  # that TMA has still to bring
@@ -248,8 +249,11 @@ class Run:
             case Event.Init:
                 component = len(self.threads) + len(self.barriers)
                 self.barriers[x[0]] = Barrier(self.barrier_names[x[0]], x[1], component)
+                self.barriers[x[0]].made.append(thread.now)
             case Event.Arrive:
                 self.arrive(thread, self.barriers[x[0]], x[1])
+            case Event.ArriveLate:
+                self.arrive_late(thread, self.barriers[x[0]])
             case Event.Expect:
                 self.barriers[x[0]].bytes += x[1]
                 self.arrive(thread, self.barriers[x[0]])
@@ -295,8 +299,24 @@ class Run:
         barrier.missing -= thread.weight * times
         self.count(barrier, thread.clock, thread.now)
 
+    def arrive_late(self, thread: Thread, barrier: Barrier) -> None:
+        """When the thread's copies are complete, which in this run they are at once."""
+        now = barrier.component, barrier.phase + 1
+        for group in thread.groups[Event.Copy]:
+            for access in group:
+                access.end = now
+            group.clear()
+        if thread.weight > barrier.missing:
+            self.fault(f"{barrier.name}: more arrivals than {barrier.arrivals}")
+        barrier.missing -= thread.weight
+        clock = list(thread.clock)
+        clock[barrier.component] = now[1]
+        self.count(barrier, clock, now)
+
     def count(self, barrier: Barrier, clock: Clock, now: Moment) -> None:
         """Counts an arrival, of a thread or of TMA's bytes."""
+        if not seen(clock, barrier.made):
+            self.fault(f"{barrier.name}: an arrival may come before it is initialized")
         if barrier.phase > 0 and not seen(clock, barrier.arrived[barrier.phase - 1]):
             self.fault(f"{barrier.name}: an arrival may count in the phase before")
         barrier.clock = list(map(max, barrier.clock, clock)) if barrier.clock else list(clock)
@@ -317,6 +337,8 @@ class Run:
         if phase % 2 != parity:
             return False
         clock = thread.tests.pop(address, thread.clock)
+        if not seen(clock, barrier.made):
+            self.fault(f"{barrier.name}: {name_of(thread.index)} may wait before it is initialized")
         if phase > 0 and not seen(clock, barrier.arrived[phase - 1]):
             self.fault(f"{barrier.name}: {name_of(thread.index)} may wait for too early a phase")
         if thread.weight == 1:  # the lanes of a warp see the end of a phase together

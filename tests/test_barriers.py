@@ -1,4 +1,4 @@
-"""The barriers of FA1's and FA3's kernels, whose code runs on the host (native/barriers.cpp).
+"""The barriers of the kernels, whose code runs on the host (tests/native/barriers.cpp).
 
 Would catch, without a GPU and in whatever order threads may run: a deadlock, a stage that is
 overwritten before all have read it, a read of what has not been written or has no fence, an arrival
@@ -57,11 +57,12 @@ OPTIONS = {
     "packed GQA": {"num_splits": 2, "seqlen_k": 1400, "pack_gqa_log2": 3},
     "fixed splits": {"num_splits": 3, "seqlen_k": 4200, "split_ctas": 2},
     "merged splits": {"num_splits": 3, "seqlen_k": 4200, "split_ctas": 1},
+    "fa2": {"seqlen_k": 600},
     "fa1": {"seqlen_k": 600},  # several KV tiles; if a call is short, teams have no Q tile
 }
-# The workspace for dS is of dense batches, and so are a bias and a mask of blocks. FA1's first CTA
-# has no sequence.
-DENSE = ("stores dS", "dq_gemm", "decode", "bias", "mask", "fa1")
+# The workspace for dS is of dense batches, and so are a bias and a mask of blocks. The first CTA of
+# fa1 and fa2 has no sequence.
+DENSE = ("stores dS", "dq_gemm", "decode", "bias", "mask", "fa1", "fa2")
 
 # At d 96 wgmma also reads what follows K, and nobody uses the result (Config::kTransposeDQ).
 UNUSED = {"backward 96": re.compile(r"V: (Load of .* before Matmul|Matmul of .* before Load)")}
@@ -79,7 +80,7 @@ def run(name: str, call: str) -> Run:
 
 SOME = pytest.mark.share(1 / 3)
 # Masks: the lanes of a warp that have read words arrive each for itself.
-WITHOUT_TABLES = ("decode", "small tiles", "mask", "fa1")
+WITHOUT_TABLES = ("decode", "small tiles", "mask", "fa1", "fa2")
 
 
 @pytest.mark.all_cases  # of full calls
@@ -260,6 +261,7 @@ def planted(threads: Threads, names: dict[int, str]) -> Iterator[tuple[str, Thre
             first = [*threads[0][:i], count, *threads[0][i + 1 :]]
             yield f"{name} counts {change:+}", [first, *threads[1:]]
         yield f"no arrival at {name}", without(threads, (Event.Arrive, stages[0]), 0)
+        yield f"no late arrival at {name}", without(threads, (Event.ArriveLate, stages[0]), 0)
         yield f"no bytes at {name}", without(threads, (Event.Expect, stages[0]), 0)
         yield f"no wait at {name}", without(threads, (Event.Wait, stages[-1]), -1)
         yield f"too early at {name}", released_early(threads, set(stages))
@@ -270,6 +272,8 @@ def planted(threads: Threads, names: dict[int, str]) -> Iterator[tuple[str, Thre
 
 
 REDUNDANT = {
+    # The last load is of V alone, which all have read before the stage in between is full.
+    ("fa2 forward 64", "no wait at empty(K and V)"),
     # Ping-pong: consumer dV writes P when consumer dK has started the iteration after its last.
     ("backward_dkdv 256, stores dS", "no wait at empty(P)"),
     # All lanes release a stage; the one left brings a warp together before the hardware's barrier.
@@ -288,6 +292,7 @@ REDUNDANT = {
         *("forward 64, small Q", "forward 64, pages", "forward_fp8 64", "backward 64"),
         *("backward_dkdv 256, stores dS", "bias_gradient 64", "bias_gradient 64, small tiles"),
         *("forward 64, mask", "backward 64, mask", "fa1 forward 64", "fa1 backward 64"),
+        *("fa2 forward 64", "fa2 backward 64"),
     ),
 )
 def test_planted_faults_are_found(name: str) -> None:
@@ -387,8 +392,10 @@ def test_one_order_shows_the_faults_of_all() -> None:
         threads, arrivals = pipeline(source)
         for _ in range(number % 3):
             edit(threads, source)
-        first: list[Noted] = [(Event.Init, x, count) for x, count in arrivals.items()]
-        found = Run([first + threads[0], *threads[1:]], {x: str(x) for x in arrivals}, (), [1] * 3)
+        begin: Threads = [[(Event.Sync, 0, len(threads))] for _ in threads]
+        begin[0][:0] = [(Event.Init, x, count) for x, count in arrivals.items()]
+        noted = [a + b for a, b in zip(begin, threads, strict=True)]
+        found = Run(noted, {x: str(x) for x in arrivals}, (), [1] * 3)
         expected = fault_in_any_order(threads, arrivals)
         assert bool(found.faults) == expected, (threads, found.faults)
         seen[expected] += 1

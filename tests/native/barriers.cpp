@@ -1,5 +1,5 @@
-// FA1's and FA3's kernels, for tests/test_barriers.py: each runs on the host with products that are
-// 0, and its threads note what they do with shared memory and barriers (fake_cuda/device.h).
+// The kernels of attention, for tests/test_barriers.py: each runs on the host with products that
+// are 0, and its threads note what they do with shared memory and barriers (fake_cuda/device.h).
 // Whether a wait may end is decided in Python.
 #include <algorithm>
 #include <map>
@@ -8,6 +8,8 @@
 #include "device.h"
 #include "kernels/fa1/backward.cuh"
 #include "kernels/fa1/forward.cuh"
+#include "kernels/fa2/backward.cuh"
+#include "kernels/fa2/forward.cuh"
 #include "kernels/fa3/backward.cuh"
 #include "kernels/fa3/backward_wide.cuh"
 #include "kernels/fa3/bias_gradient.cuh"
@@ -162,6 +164,8 @@ void list_members(bool given_v_t) {
     FLASH_MEMBER("data", "words", mask.words)
     FLASH_MEMBER("data", "first queries", mask.first_queries)
     FLASH_MEMBER("data", "teams", teams)
+    FLASH_MEMBER("pipeline", "K and V", kv.full_empty)
+    FLASH_MEMBER("data", "K and V", kv.stages)
 #undef FLASH_MEMBER
 }
 
@@ -286,6 +290,30 @@ cudaError_t fa1_backward(const Shape& call) {
     });
 }
 
+template <int kHeadDim, OptionSet kOptions = tuning::kVarlenSplits>
+cudaError_t fa2_forward(const Shape& call) {
+    using Kernel = Fa2ForwardOf<Element, kHeadDim, kHeadDim, kOptions, false>;
+    return keep<Kernel>([&] {
+        auto params = forward_params(call, ElementType::kBFloat16, kHeadDim, false);
+        params.tile_order = tile_order_of(params, params.seqlen_q, Kernel::kBlockQ, call.heads_q);
+        return launch_kernel<fa2_forward_kernel<Kernel>>(
+            work_tile_count(params.tile_order), Kernel::kThreads,
+            sizeof(typename Kernel::SharedStorage), params, nullptr);
+    });
+}
+
+template <int kHeadDim>
+cudaError_t fa2_backward(const Shape& call) {
+    using Kernel = Fa2BackwardTile<Element, kHeadDim, kHeadDim, tuning::kVarlenSplits, true>;
+    return keep<Kernel>([&] {
+        auto params = backward_params(call, kHeadDim);
+        params.tile_order = tile_order_of(params, params.seqlen_k, Kernel::kBlockKV, call.heads_k);
+        return launch_kernel<fa2_backward_kernel<Kernel>>(
+            work_tile_count(params.tile_order), Kernel::kThreads,
+            sizeof(typename Kernel::SharedStorage), params, nullptr);
+    });
+}
+
 template <int kHeadDim, tuning::Fa3ForwardTile kTile, OptionSet kOptions = tuning::kVarlen>
 cudaError_t forward(const Shape& call) {
     using Kernel = Fa3Forward<Element, kHeadDim, kHeadDim, kOptions,
@@ -404,6 +432,10 @@ const std::map<std::string, cudaError_t (*)(const Shape&)> kKernels{
     {"fa1 forward 128", fa1_forward<128>},
     {"fa1 backward 64", fa1_backward<64>},
     {"fa1 backward 128", fa1_backward<128>},
+    {"fa2 forward 64", fa2_forward<64>},
+    {"fa2 forward 128", fa2_forward<128>},
+    {"fa2 backward 64", fa2_backward<64>},
+    {"fa2 backward 256", fa2_backward<256>},
     {"forward 64, small Q", forward<64, kSmallQ>},  // ping-pong
     {"forward 64", forward<64, kUsual>},            // four consumers
     {"forward 128", forward<128, kUsual>},          // two P, two steps with a mask

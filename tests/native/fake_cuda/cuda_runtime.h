@@ -200,6 +200,7 @@ T atomicCAS(T* p, T expected, T x) {
 
 [[noreturn]] inline void __trap() { std::abort(); }
 inline void __nanosleep(unsigned) {}
+inline void __threadfence() {}
 void __syncwarp();
 void __syncthreads();
 inline int __syncthreads_or(int x) {

@@ -18,6 +18,7 @@ inline constexpr int kSharedBytes = 256 << 10;
 enum class Event : uint64_t {
     kInit,        // mbarrier, arrivals
     kArrive,      // mbarrier, arrivals
+    kArriveLate,  // mbarrier: when this thread's copies by cp.async are complete
     kExpect,      // mbarrier, bytes: arrives, too
     kTest,        // mbarrier, parity
     kWait,        // mbarrier, parity

@@ -17,7 +17,7 @@ inline void mbarrier_arrive_expect(uint32_t barrier, int bytes) {
     note(Event::kExpect, barrier, bytes);
 }
 inline void mbarrier_fence_init() {}
-inline void mbarrier_arrive_after_cp_async(uint32_t) { std::abort(); }
+inline void mbarrier_arrive_after_cp_async(uint32_t barrier) { note(Event::kArriveLate, barrier); }
 // "Not yet": then the usual wait follows.
 inline bool mbarrier_test(uint32_t barrier, uint32_t parity) {
     note(Event::kTest, barrier, parity);
