@@ -294,7 +294,11 @@ template <int kHeadDim, OptionSet kOptions = tuning::kVarlenSplits>
 cudaError_t fa2_forward(const Shape& call) {
     using Kernel = Fa2ForwardOf<Element, kHeadDim, kHeadDim, kOptions, false>;
     return keep<Kernel>([&] {
-        auto params = forward_params(call, ElementType::kBFloat16, kHeadDim, false);
+        constexpr bool kGeneral = changes_scores(kOptions);
+        auto params = forward_params(call, ElementType::kBFloat16, kHeadDim, kGeneral);
+        if constexpr (contains(kOptions, OptionSet::kPages))
+            put_in_pages<Kernel::kBlockKV / 2>(params, call);
+        if constexpr (contains(kOptions, OptionSet::kMask)) show_all_blocks(params);
         params.tile_order = tile_order_of(params, params.seqlen_q, Kernel::kBlockQ, call.heads_q);
         return launch_kernel<fa2_forward_kernel<Kernel>>(
             work_tile_count(params.tile_order), Kernel::kThreads,
@@ -302,11 +306,12 @@ cudaError_t fa2_forward(const Shape& call) {
     });
 }
 
-template <int kHeadDim>
+template <int kHeadDim, OptionSet kOptions = tuning::kVarlenSplits>
 cudaError_t fa2_backward(const Shape& call) {
-    using Kernel = Fa2BackwardTile<Element, kHeadDim, kHeadDim, tuning::kVarlenSplits, true>;
+    using Kernel = Fa2BackwardTile<Element, kHeadDim, kHeadDim, kOptions, true>;
     return keep<Kernel>([&] {
-        auto params = backward_params(call, kHeadDim);
+        auto params = backward_params(call, kHeadDim, changes_scores(kOptions));
+        if constexpr (contains(kOptions, OptionSet::kMask)) show_all_blocks(params);
         params.tile_order = tile_order_of(params, params.seqlen_k, Kernel::kBlockKV, call.heads_k);
         return launch_kernel<fa2_backward_kernel<Kernel>>(
             work_tile_count(params.tile_order), Kernel::kThreads,
@@ -434,7 +439,10 @@ const std::map<std::string, cudaError_t (*)(const Shape&)> kKernels{
     {"fa1 backward 128", fa1_backward<128>},
     {"fa2 forward 64", fa2_forward<64>},
     {"fa2 forward 128", fa2_forward<128>},
+    {"fa2 forward 64, pages", fa2_forward<64, tuning::kPagesScores>},
+    {"fa2 forward 64, mask", fa2_forward<64, tuning::kAllAndMask>},
     {"fa2 backward 64", fa2_backward<64>},
+    {"fa2 backward 64, mask", fa2_backward<64, tuning::kAllAndMask>},
     {"fa2 backward 256", fa2_backward<256>},
     {"forward 64, small Q", forward<64, kSmallQ>},  // ping-pong
     {"forward 64", forward<64, kUsual>},            // four consumers
