@@ -294,24 +294,28 @@ class Run:
         return True
 
     def arrive(self, thread: Thread, barrier: Barrier, times: int = 1) -> None:
-        if thread.weight * times > barrier.missing:
-            self.fault(f"{barrier.name}: more arrivals than {barrier.arrivals}")
-        barrier.missing -= thread.weight * times
+        self.expect_fewer(barrier, thread.weight * times)
         self.count(barrier, thread.clock, thread.now)
 
     def arrive_late(self, thread: Thread, barrier: Barrier) -> None:
-        """When the thread's copies are complete, which in this run they are at once."""
-        now = barrier.component, barrier.phase + 1
+        """When the thread's copies are complete: in this run at once."""
+        self.expect_fewer(barrier, thread.weight)
         for group in thread.groups[Event.Copy]:
             for access in group:
-                access.end = now
+                access.end = barrier.component, barrier.phase + 1
             group.clear()
-        if thread.weight > barrier.missing:
+        self.count_later(thread, barrier)
+
+    def expect_fewer(self, barrier: Barrier, arrivals: int) -> None:
+        if arrivals > barrier.missing:
             self.fault(f"{barrier.name}: more arrivals than {barrier.arrivals}")
-        barrier.missing -= thread.weight
+        barrier.missing -= arrivals
+
+    def count_later(self, thread: Thread, barrier: Barrier) -> None:
+        """Counts what the thread has begun and the barrier sees complete: in this run at once."""
         clock = list(thread.clock)
-        clock[barrier.component] = now[1]
-        self.count(barrier, clock, now)
+        clock[barrier.component] = barrier.phase + 1
+        self.count(barrier, clock, (barrier.component, barrier.phase + 1))
 
     def count(self, barrier: Barrier, clock: Clock, now: Moment) -> None:
         """Counts an arrival, of a thread or of TMA's bytes."""
@@ -369,9 +373,7 @@ class Run:
         barrier.bytes -= size
         if barrier.bytes < 0:
             self.fault(f"{barrier.name}: {-barrier.bytes} bytes more than expected")
-        clock = list(thread.clock)
-        clock[barrier.component] = barrier.phase + 1
-        self.count(barrier, clock, now)
+        self.count_later(thread, barrier)
 
     def access(
         self, thread: Thread, event: Event, where: Bytes, clock: Clock | None = None

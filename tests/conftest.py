@@ -5,8 +5,8 @@ A test that takes the argument `device` runs once per device: "cpu", and "cuda" 
 
 On a CPU, whose kernels have few paths, such a test has only some of its cases, in which each value
 of each argument occurs: grids.some_of. --all-cases and the marker `all_cases` keep all of them.
-With --quick, as in `make test`, so has every test, and one with the marker `share` only that share
-of these.
+With --quick, as in `make test`, every test has only some of its cases, and a test with the marker
+`share` only that share of them.
 
 A test with the argument `variant` is left out where that variant does not run the test's problem:
 `attention_testing.unsupported_reason` knows. The problem is the argument `problem`, or has for its

@@ -57,12 +57,12 @@ OPTIONS = {
     "packed GQA": {"num_splits": 2, "seqlen_k": 1400, "pack_gqa_log2": 3},
     "fixed splits": {"num_splits": 3, "seqlen_k": 4200, "split_ctas": 2},
     "merged splits": {"num_splits": 3, "seqlen_k": 4200, "split_ctas": 1},
-    "fa2": {"seqlen_k": 600},
-    "fa1": {"seqlen_k": 600},  # several KV tiles; if a call is short, teams have no Q tile
+    # Several KV tiles. In a short call teams of FA1 have no Q tile.
+    **dict.fromkeys(("fa1", "fa2"), {"seqlen_k": 600}),
 }
-# The workspace for dS is of dense batches, and so are a bias and a mask of blocks. The first CTA of
-# fa1 and fa2 has no sequence.
-DENSE = ("stores dS", "dq_gemm", "decode", "bias", "mask", "fa1", "fa2")
+# The workspace for dS is of dense batches, and so are a bias and a mask of blocks. FA1's first CTA
+# has the rows before the first sequence: none.
+DENSE = ("stores dS", "dq_gemm", "decode", "bias", "mask", "fa1")
 
 # At d 96 wgmma also reads what follows K, and nobody uses the result (Config::kTransposeDQ).
 UNUSED = {"backward 96": re.compile(r"V: (Load of .* before Matmul|Matmul of .* before Load)")}
@@ -79,7 +79,7 @@ def run(name: str, call: str) -> Run:
 
 
 SOME = pytest.mark.share(1 / 3)
-# Masks: the lanes of a warp that have read words arrive each for itself.
+# Kernels whose headers have no table; with masks, lanes that have read words arrive one by one.
 WITHOUT_TABLES = ("decode", "small tiles", "mask", "fa1", "fa2")
 
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Walks through README as a new user does: from a copy of this checkout, in an environment of its
-# own, beside the torch that `python3` has. Prints how long each step takes and its exit status.
+# own, beside the torch that `python3` has. Prints the exit status and the time of each step.
 # Without a GPU README's example runs on the CPU. `make test` is not among the steps.
 #
 #     bash tests/walk.sh [FOLDER]     # the copy, the environment and the logs; default: a new one

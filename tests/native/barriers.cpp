@@ -260,6 +260,13 @@ cudaError_t launch_forward(const Shape& call, ElementType type, bool general = f
     return keep<Kernel>(launch, given_v_t);
 }
 
+// FA1's and FA2's launchers choose a kernel by the GPU, of which there is none here.
+template <class Kernel, auto kKernel, class Params>
+cudaError_t launch_ctas(int ctas, const Params& params) {
+    return launch_kernel<kKernel>(ctas, Kernel::kThreads, sizeof(typename Kernel::SharedStorage),
+                                  params, nullptr);
+}
+
 // The host is no Hopper GPU: this says that any GPU has the shared memory.
 template <int kHeadDim>
 struct Fa1ForwardHere : Fa1Forward<Element, kHeadDim, kHeadDim, tuning::kAllOptions, false> {
@@ -273,9 +280,8 @@ cudaError_t fa1_forward(const Shape& call) {
     return keep<Kernel>([&] {
         auto params = forward_params(call, ElementType::kBFloat16, kHeadDim, false);
         params.out_accum = params.row_statistics = reinterpret_cast<float*>(global);
-        return launch_kernel<fa1_forward_kernel<Kernel>>(
-            params.heads_q * sequence_count(params), Kernel::kThreads,
-            sizeof(typename Kernel::SharedStorage), params, nullptr);
+        return launch_ctas<Kernel, fa1_forward_kernel<Kernel>>(
+            params.heads_q * sequence_count(params), params);
     });
 }
 
@@ -284,9 +290,8 @@ cudaError_t fa1_backward(const Shape& call) {
     using Kernel = Fa1BackwardTile<Element, kHeadDim, kHeadDim, tuning::kAllOptions>;
     return keep<Kernel>([&] {
         const auto params = backward_params(call, kHeadDim);
-        return launch_kernel<fa1_backward_kernel<Kernel>>(
-            params.heads_k * sequence_count(params), Kernel::kThreads,
-            sizeof(typename Kernel::SharedStorage), params, nullptr);
+        return launch_ctas<Kernel, fa1_backward_kernel<Kernel>>(
+            params.heads_k * sequence_count(params), params);
     });
 }
 
@@ -300,9 +305,8 @@ cudaError_t fa2_forward(const Shape& call) {
             put_in_pages<Kernel::kBlockKV / 2>(params, call);
         if constexpr (contains(kOptions, OptionSet::kMask)) show_all_blocks(params);
         params.tile_order = tile_order_of(params, params.seqlen_q, Kernel::kBlockQ, call.heads_q);
-        return launch_kernel<fa2_forward_kernel<Kernel>>(
-            work_tile_count(params.tile_order), Kernel::kThreads,
-            sizeof(typename Kernel::SharedStorage), params, nullptr);
+        return launch_ctas<Kernel, fa2_forward_kernel<Kernel>>(work_tile_count(params.tile_order),
+                                                               params);
     });
 }
 
@@ -313,9 +317,8 @@ cudaError_t fa2_backward(const Shape& call) {
         auto params = backward_params(call, kHeadDim, changes_scores(kOptions));
         if constexpr (contains(kOptions, OptionSet::kMask)) show_all_blocks(params);
         params.tile_order = tile_order_of(params, params.seqlen_k, Kernel::kBlockKV, call.heads_k);
-        return launch_kernel<fa2_backward_kernel<Kernel>>(
-            work_tile_count(params.tile_order), Kernel::kThreads,
-            sizeof(typename Kernel::SharedStorage), params, nullptr);
+        return launch_ctas<Kernel, fa2_backward_kernel<Kernel>>(work_tile_count(params.tile_order),
+                                                                params);
     });
 }
 
