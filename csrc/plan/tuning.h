@@ -16,7 +16,7 @@ namespace tuning {
 
 // --- FA1, forward ---
 
-inline constexpr OptionSets kFa1Options{2, {kDense, kAllOptions}};
+inline constexpr OptionSets kFa1Options{2, {kDense, kAllAndMask}};
 
 struct Fa1ForwardRow {
     HeadDims head_dims;

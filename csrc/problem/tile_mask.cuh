@@ -63,6 +63,17 @@ FLASH_HOST_DEVICE BlockKind kind_of(const BlockRuns& runs, int block) {
     return BlockKind::kHidden;
 }
 
+// From the first block of the row to the last one.
+FLASH_HOST_DEVICE Interval blocks_hull(const BlockRuns& runs) {
+    Interval hull{0, 0};
+    for (int i = 0; i < runs.runs(); ++i) {
+        const BlockRun run = block_run(runs.first_run()[i]);
+        hull.begin = i == 0 ? run.first : min_of(hull.begin, run.first);
+        hull.end = max_of(hull.end, run.first + run.count);
+    }
+    return hull;
+}
+
 // How many blocks of the row come before this one.
 FLASH_HOST_DEVICE int blocks_before(const BlockRuns& runs, int block) {
     int before = 0;

@@ -268,28 +268,31 @@ cudaError_t launch_ctas(int ctas, const Params& params) {
 }
 
 // The host is no Hopper GPU: this says that any GPU has the shared memory.
-template <int kHeadDim>
-struct Fa1ForwardHere : Fa1Forward<Element, kHeadDim, kHeadDim, tuning::kAllOptions, false> {
-    using Fa1Forward<Element, kHeadDim, kHeadDim, tuning::kAllOptions, false>::Fa1Forward;
+template <int kHeadDim, OptionSet kOptions>
+struct Fa1ForwardHere : Fa1Forward<Element, kHeadDim, kHeadDim, kOptions, false> {
+    using Fa1Forward<Element, kHeadDim, kHeadDim, kOptions, false>::Fa1Forward;
     static constexpr int kSharedBytes = 0;
 };
 
-template <int kHeadDim>
+template <int kHeadDim, OptionSet kOptions = tuning::kVarlen>
 cudaError_t fa1_forward(const Shape& call) {
-    using Kernel = Fa1ForwardHere<kHeadDim>;
+    using Kernel = Fa1ForwardHere<kHeadDim, kOptions>;
     return keep<Kernel>([&] {
-        auto params = forward_params(call, ElementType::kBFloat16, kHeadDim, false);
+        auto params =
+            forward_params(call, ElementType::kBFloat16, kHeadDim, changes_scores(kOptions));
         params.out_accum = params.row_statistics = reinterpret_cast<float*>(global);
+        if constexpr (contains(kOptions, OptionSet::kMask)) show_all_blocks(params);
         return launch_ctas<Kernel, fa1_forward_kernel<Kernel>>(
             params.heads_q * sequence_count(params), params);
     });
 }
 
-template <int kHeadDim>
+template <int kHeadDim, OptionSet kOptions = tuning::kVarlen>
 cudaError_t fa1_backward(const Shape& call) {
-    using Kernel = Fa1BackwardTile<Element, kHeadDim, kHeadDim, tuning::kAllOptions>;
+    using Kernel = Fa1BackwardTile<Element, kHeadDim, kHeadDim, kOptions>;
     return keep<Kernel>([&] {
-        const auto params = backward_params(call, kHeadDim);
+        auto params = backward_params(call, kHeadDim, changes_scores(kOptions));
+        if constexpr (contains(kOptions, OptionSet::kMask)) show_all_blocks(params);
         return launch_ctas<Kernel, fa1_backward_kernel<Kernel>>(
             params.heads_k * sequence_count(params), params);
     });
@@ -437,8 +440,10 @@ constexpr auto decode_8_bits =
 // tests/test_barriers.py reads their names here.
 const std::map<std::string, cudaError_t (*)(const Shape&)> kKernels{
     {"fa1 forward 64", fa1_forward<64>},  // three teams
+    {"fa1 forward 64, mask", fa1_forward<64, tuning::kAllAndMask>},
     {"fa1 forward 128", fa1_forward<128>},
     {"fa1 backward 64", fa1_backward<64>},
+    {"fa1 backward 64, mask", fa1_backward<64, tuning::kAllAndMask>},
     {"fa1 backward 128", fa1_backward<128>},
     {"fa2 forward 64", fa2_forward<64>},
     {"fa2 forward 128", fa2_forward<128>},

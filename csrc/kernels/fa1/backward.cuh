@@ -23,10 +23,11 @@ using Fa1BackwardTile = BackwardTile<Element, kHeadDim, kHeadDimV, kOptions,
                                      row_of(tuning::kFa1Backward, {kHeadDim, kHeadDimV}).plain>;
 
 template <class Tile>
-FLASH_DEVICE void load_q_tile(const Tile& cta, const QTileWalk& walk) {
+FLASH_DEVICE void load_q_tile(const Tile& cta, const typename Tile::Walk& walk, int first_key) {
     cta.load_q(walk);
     cta.load_do(walk);
     cta.load_statistics(walk);
+    cta.load_words(walk, first_key);
 }
 
 template <class Tile>
@@ -42,23 +43,21 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
                        warp_uniform<Tile::kMayBeVarlen>(
                            sequence_of<Tile::kMayBeVarlen>(params, flat_head / params.heads_k)),
                        head_k);
-        const int group = params.heads_q / params.heads_k;
-        const VisibleTiles q_tiles = cta.q_tiles_seeing(first_key);
         typename Tile::GradientK rdK;
         typename Tile::GradientV rdV;
         rdK.clear();
         rdV.clear();
-        QTileWalk walk(q_tiles, head_k * group, group);
+        typename Tile::Walk walk = cta.first_q_tile(first_key);
         __syncthreads();  // dK and dV of the previous KV tile have left shared memory
         cta.load_kv(first_key);
-        if (!walk.done()) load_q_tile(cta, walk);
+        if (!walk.done()) load_q_tile(cta, walk, first_key);
         ptx::cp_async_commit();
 
         while (!walk.done()) {
             ptx::cp_async_wait<0>();
             __syncthreads();  // this Q tile has landed; all warps have left the previous one
-            const QTileWalk next = walk.next();
-            if (!next.done()) load_q_tile(cta, next);
+            const typename Tile::Walk next = cta.next_q_tile(walk, first_key);
+            if (!next.done()) load_q_tile(cta, next, first_key);
             ptx::cp_async_commit();
 
             typename Tile::Scores rP;

@@ -26,12 +26,16 @@
 // All that an iteration needs from HBM goes through cp.async, even what only one lane uses. A load
 // to a register would stall the matmuls: a warp has few scoreboards for loads, so waiting for an
 // operand from shared memory may mean waiting for HBM.
+//
+// With a mask of tiles the inner loop leaves out the Q tiles that see no key of the KV tile: that
+// is block-sparse FlashAttention (algorithm 5).
 #pragma once
 
 #include "kernels/common/launch.cuh"
 #include "kernels/common/softmax.cuh"
 #include "kernels/common/varlen.cuh"
 #include "plan/workspace_rows.cuh"
+#include "problem/hide_by_words.cuh"
 #include "problem/key_rows.cuh"
 #include "problem/mask.cuh"
 #include "problem/score.cuh"
@@ -50,14 +54,18 @@ struct Fa1Forward {
     static constexpr bool kForLessMemory = kLessMemory;
     static constexpr bool kMayBeVarlen = contains(kOptions, OptionSet::kVarlen);
     static constexpr bool kUnaligned = contains(kOptions, OptionSet::kUnaligned);
+    static constexpr bool kMayHaveMask = contains(kOptions, OptionSet::kMask);  // of tiles
     static constexpr int kBlockQ = kTuning.block_q;
-    static constexpr int kBlockKV = kLessMemory ? kTuning.small_block_kv : kTuning.block_kv;
+    // With all options registers are short: a KV tile is at most a block of a mask.
+    static constexpr int kBlockKV = kLessMemory    ? kTuning.small_block_kv
+                                    : kMayHaveMask ? min_of(kTuning.block_kv, kMaskBlock)
+                                                   : kTuning.block_kv;
     static constexpr int kTeamWarps = 4;
     static constexpr int kKeysPerWarp = kBlockKV / kTeamWarps;
-    // ptxas 13.0: the registers of three teams, 168 a thread, do not hold all options' values and
-    // 64 keys a warp.
+    // ptxas 13.0: at 64 the registers of three teams, 168 a thread, do not hold all options'
+    // values.
     static constexpr int kTeams =
-        kLessMemory || (kUnaligned && kKeysPerWarp == 64) ? 2 : kTuning.teams;
+        kLessMemory || (kMayHaveMask && kHeadDim == 64) ? 2 : kTuning.teams;
     static constexpr int kTeamThreads = 32 * kTeamWarps;
     static constexpr int kThreads = kTeams * kTeamThreads;
 
@@ -125,9 +133,34 @@ struct Fa1Forward {
 
     FLASH_DEVICE void team_barrier() const { ptx::barrier_sync(1 + team, kTeamThreads); }
 
-    // The KV tiles that a Q tile sees, which tell its first visit and its last.
+    // The KV tiles that a Q tile sees, of a mask of tiles the first one to the last one. They tell
+    // its first visit and its last.
     FLASH_DEVICE VisibleTiles seen_by(int q_tile) const {
+        if constexpr (kMayHaveMask)
+            if (has_tile_mask()) {
+                const Interval keys = blocks_hull(runs_of(q_tile));
+                return {keys.begin * kMaskBlock / kBlockKV,
+                        ceil_div(min_of(keys.end * kMaskBlock, sequence.seqlen_k), kBlockKV)};
+            }
         return VisibleTiles::of_queries(mask, tile_interval(q_tile, kBlockQ), kBlockKV);
+    }
+
+    FLASH_DEVICE bool has_tile_mask() const { return params.tile_mask.kv_tiles != nullptr; }
+    FLASH_DEVICE BlockRuns runs_of(int q_tile) const {
+        static_assert(kMaskBlock % kBlockQ == 0);
+        return runs_of_q_block(params, sequence.batch, head, q_tile * kBlockQ / kMaskBlock);
+    }
+    FLASH_DEVICE BlockKind kind_of_tile(int q_tile, int kv_tile) const {
+        static_assert(!kMayHaveMask || kMaskBlock % kBlockKV == 0);
+        return kind_of(runs_of(q_tile), kv_tile * kBlockKV / kMaskBlock);
+    }
+    // The first of the team's Q tiles from this one on of which some queries see the KV tile.
+    FLASH_DEVICE int next_q_tile(int q_tile, int end, int kv_tile) const {
+        if constexpr (kMayHaveMask)
+            while (has_tile_mask() && q_tile < end &&
+                   kind_of_tile(q_tile, kv_tile) == BlockKind::kHidden)
+                q_tile += kTeams;
+        return q_tile;
     }
 
     FLASH_DEVICE void load_kv(int kv_tile) const {
@@ -184,10 +217,24 @@ struct Fa1Forward {
         if (!mask.is_full(queries, tile_interval(kv_tile, kBlockKV)))
             mask_scores(rS, first_key,
                         [&](int row) { return mask.key_range(queries.begin + row); });
+        if constexpr (kMayHaveMask)
+            if (has_tile_mask()) hide(rS, q_tile, kv_tile);
         for_each_row<kBlockQ>([&](int m, int i, int row) {
             const float x = rS.row_max(m, i);
             if (lane_col() == 0) storage.of_warps[warp].row_max[row] = x;
         });
+    }
+
+    // Hides what the mask of tiles does not show of the warp's keys.
+    FLASH_DEVICE void hide(Scores& rS, int q_tile, int kv_tile) const {
+        if (kind_of_tile(q_tile, kv_tile) == BlockKind::kFull) return;
+        const int first_key = kv_tile * kBlockKV + warp * kKeysPerWarp;
+        const uint32_t* words = words_of(params, sequence.batch, head, q_tile * kBlockQ,
+                                         kv_tile * kBlockKV / kMaskBlock);
+        const auto words_of_row = [&](int row) -> const MaskWords& {
+            return reinterpret_cast<const MaskWords*>(words)[row];
+        };
+        hide_keys(rS, words_of_row, params.tile_mask.bits, /*none=*/false, first_key);
     }
 
     // Line 12: P from S with the maxima of all keys; P and its row sums go to shared memory.
@@ -322,7 +369,7 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
         const VisibleTiles q_tiles = VisibleTiles::of_keys<false>(
             cta.mask, tile_interval(kv_tile, Kernel::kBlockKV), Kernel::kBlockQ);
         if (q_tiles.empty()) continue;
-        int q_tile = q_tiles.begin + cta.team;
+        int q_tile = cta.next_q_tile(q_tiles.begin + cta.team, q_tiles.end, kv_tile);
         __syncthreads();  // all warps have left the previous KV tile; its O, m and l are written
         cta.load_kv(kv_tile);
         if (q_tile < q_tiles.end) cta.load_q(q_tile);
@@ -330,9 +377,12 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
         ptx::cp_async_wait<0>();
         __syncthreads();  // the KV tile has landed
 
-        for (; q_tile < q_tiles.end; q_tile += Kernel::kTeams) {
-            const VisibleTiles seen = cta.seen_by(q_tile);
-            const bool first_visit = kv_tile == seen.begin;
+        // Found twice in each iteration: no register is left for it over the matmuls.
+        const auto next_q_tile = [&] {
+            return cta.next_q_tile(q_tile + Kernel::kTeams, q_tiles.end, kv_tile);
+        };
+        for (; q_tile < q_tiles.end; q_tile = next_q_tile()) {
+            const bool first_visit = kv_tile == cta.seen_by(q_tile).begin;
             ptx::cp_async_wait<0>();
             cta.team_barrier();  // Q_i has landed; the team's other memory is free
             cta.load_state(q_tile, first_visit);
@@ -341,7 +391,7 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
             typename Kernel::Scores rS;
             cta.compute_scores(rS, q_tile, kv_tile);
             cta.team_barrier();  // the maxima of all keys are complete; all warps have left Q_i
-            if (q_tile + Kernel::kTeams < q_tiles.end) cta.load_q(q_tile + Kernel::kTeams);
+            if (const int next = next_q_tile(); next < q_tiles.end) cta.load_q(next);
             ptx::cp_async_commit();
 
             typename Kernel::RowValues tile_max;
@@ -353,14 +403,15 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
             cta.multiply_v(rO, q_tile, kv_tile);
             typename Kernel::RowState state = cta.old_state(first_visit);
             cta.update(rO, state, tile_max);
-            if (kv_tile == seen.end - 1) {
+            if (kv_tile == cta.seen_by(q_tile).end - 1) {
                 cta.store_out(rO, state, q_tile);
             } else {
                 cta.store_state(rO, state, q_tile);
             }
         }
-        // For racecheck: if another team has no Q tile, the tool loses the CTA's barrier at times,
-        // and reports that the next V is written before all warps have read this one.
+        // For racecheck: without it the tool reports at d 64, at times, that the next V is written
+        // before all warps have read this one, although __syncthreads() comes between. Why is not
+        // known (docs/notes/004-fa1-forward.md).
         cta.team_barrier();
     }
 
