@@ -4,10 +4,9 @@
     python benchmarks/builds.py --before ../before           # grid, decode, chunks, prefill
     python benchmarks/builds.py --before ../before --variants fa2 --set prefill
 
-FOLDER/flash_ext is the build before. Each build runs in its own process, on the same inputs and
-cells as compare.py's; the results of both must agree. Turns are in the order ABBA, since the first
-of two calls finds a cooler GPU. A ratio is the time before over the time now: above 1 this build is
-faster. 'over' names the build before. Exit status 1 if results differ, or if a build failed.
+FOLDER/flash_ext is the build before. Each has a process, compare.py's inputs and cells, and turns
+in the order ABBA, since the first of two calls finds a cooler GPU. A ratio is the time before
+('over') over the time now. Exit status 1 if results differ, or if a build failed.
 """
 
 from __future__ import annotations

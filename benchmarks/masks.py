@@ -3,10 +3,10 @@
     python benchmarks/masks.py                 # every mask of shapes.toml
     python benchmarks/masks.py --device cpu    # a smoke test
 
-For each mask the calls take turns, forward and forward with backward: flash_ext with the Mask (bool
-masks as its bias); its plain call, of which the mask's time should be the share of blocks; compiled
-FlexAttention with its own BlockMask; SDPA's backends with the bool mask and K and V repeated for
-each query head. Then the time to make the mask. No call is timed before it agrees with the first.
+After the time to make a mask calls take turns, forward and forward with backward: flash_ext with it
+(bool masks as its bias); the plain call (of a tree causal), of which it should take the share of
+blocks; compiled FlexAttention with its BlockMask; SDPA's backends with the bool mask and K and V
+repeated for each query head. No call is timed before it agrees with the first.
 """
 
 from __future__ import annotations
@@ -64,6 +64,10 @@ def masks_of(case: Json, device: torch.device) -> tuple[Callable[[], Mask], Mod]
     if name == "random":
         visible = torch.rand(1, 1, seqlen, seqlen, device=device) < case["share"]
         return partial(Mask.dense, visible), lambda b, h, i, j: visible[0, 0, i, j]
+    if name == "tree":  # a binary one
+        make = partial(Mask.tree, (torch.arange(n, device=device) - 1) // 2, seqlen - n)
+        seen = make().to_dense()[0, 0]
+        return make, lambda b, h, i, j: seen[i, j]
     if name == "key padding":
         lengths = torch.linspace(0.4, 1, case["batch"], device=device).mul(seqlen).long()
         visible = torch.arange(seqlen, device=device) < lengths.view(-1, 1, 1, 1)
@@ -104,17 +108,20 @@ def attends(case: Json, mask: Mask, mod: Mod, device: torch.device) -> dict[str,
             return scaled_dot_product_attention(q, k, v, attn_mask=visible).transpose(1, 2)
 
     backends = ("efficient", "cudnn") if device.type == "cuda" else ()
-    ours = {"flash_ext": partial(flash_ext.attention, **given), PLAIN: flash_ext.attention}
+    plain = partial(flash_ext.attention, causal=case["name"] == "tree")
+    ours = {"flash_ext": partial(flash_ext.attention, **given), PLAIN: plain}
     return ours | {"flex": flex} | {name: partial(sdpa, name) for name in backends}
 
 
 def times(case: Json, timer: Timer, rounds: int) -> Json:
     """Of every call in both directions, and of making the mask."""
     make, mod = masks_of(case, timer.device)
-    mask, results = make(), {}
+    mask, results = make(), timer.timed({"make": make}, 0, rounds)
+    if case.get("make_only"):
+        return {"results": results, "density": round(float(mask.density()), 5)}
     dtype = torch.bfloat16 if timer.cuda else torch.float32
-    heads, group = (case["heads"], *[case["kv_heads"]] * 2), case["heads"] // case["kv_heads"]
-    shapes = [(case["batch"], case["seqlen"], n, case["d"]) for n in heads]
+    group, keys = case["heads"] // case["kv_heads"], (case["seqlen"], case["kv_heads"])
+    shapes = [(case["batch"], *x, case["d"]) for x in ((mask.shape[2], case["heads"]), keys, keys)]
     q, k, v = (torch.randn(x, dtype=dtype, device=timer.device) for x in shapes)
     leaves, dout = [x.clone().requires_grad_() for x in (q, k, v)], torch.randn_like(q)
     few = (x[:1, :, :n].float() for x, n in ((q, group), (k, 1), (v, 1)))
@@ -140,7 +147,6 @@ def times(case: Json, timer: Timer, rounds: int) -> Json:
             {f"{name} {way.__name__}": partial(prepare, name, x, way) for name, x in every}
         )
         results |= reasons | timer.timed(ready, 0, rounds)
-    results |= timer.timed({"make": make}, 0, rounds)
     return {"results": results, "density": round(float(mask.density()), 5)}
 
 

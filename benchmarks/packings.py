@@ -5,10 +5,9 @@
     python benchmarks/packings.py --alone 8                           # one rank of eight, no GPU
 
 A step is a call of `flash_ext.integrations.distributed.attention`, forward and backward. Steps with
-new documents are timed beside steps with the same ones again, so both have the same work and "auto"
-the same method. Prints JSON. "resident_mib" is the most memory that the process has had, at ten
-steps on the way. With --alone there are no other ranks, kernels or copies: a step is what the host
-does until a call has its plan and the numbers of it that go to a device.
+new documents are timed beside steps with the same ones again: the same work and the same method.
+Prints JSON. "resident_mib" is the most memory of the process, at ten steps on the way. With --alone
+a step is what the host does until a call has its plan and the numbers that go to a device.
 """
 
 from __future__ import annotations

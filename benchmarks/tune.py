@@ -4,11 +4,9 @@
     python benchmarks/tune.py --d 64
 
 A plan chooses among the tiles of a row of csrc/plan/tuning.h by `forward_time` (csrc/plan/cost.h):
-percent x waves x rows x (keys + overhead). Percent and overhead of a tile are relative to the tile
-`usual`, whose constants are the defaults. This script times every tile of a row at a fixed grid of
-calls, fits both constants to the ratios of the times, and prints for each call which tile was the
-fastest, which one today's constants choose and which one the new constants choose, with the time
-that a wrong choice costs.
+percent x waves x rows x (keys + overhead), relative to the tile `usual`. This script times every
+tile of a row at a fixed grid of calls, fits both constants to the ratios of the times, and prints
+the fastest tile of each call, those that today's and the new constants choose, and what that costs.
 
 Today's constants stand in shapes.toml (`tune`); a test compares them with csrc. Tiles are forced by
 FLASH_EXT_FORCE_TILE, which plans read if FLASH_EXT_TUNE was set when the kernels were first called.
