@@ -303,9 +303,8 @@ def attention(
             float32, or bool: False hides the key, like −inf. Its gradient repeats bit by bit. A
             large bool bias on a GPU becomes a mask: once, while it lives and is not written to.
         mask: a `flash_ext.Mask` for (B or 1, Hq or 1, Sq, Sk). causal and window hide further keys,
-            as always. fa1 and fa2 have masks beside all options. Where fa3's kernels have none
-            beside the other options, and with batch_invariant, it is a bool bias:
-            `flash_ext.explain` says so.
+            as always. fa2 has masks beside all options. Where a variant's kernels have none, or not
+            beside the other options, it is a bool bias: `flash_ext.explain` says so.
         sink: (Hq), float32: a score per head that takes part in the softmax, as of a key that comes
             first and has value 0 (gpt-oss model card, 2025; cf. Xiao et al., "Efficient streaming
             language models with attention sinks", 2024).

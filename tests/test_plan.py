@@ -744,22 +744,26 @@ def test_who_is_batch_invariant(
 
 
 @pytest.mark.parametrize(
-    ("fields", "forward", "backward"),
+    ("fields", "forward", "backward", "fa1"),
     (
-        ({}, "fa3", "fa3"),
-        ({"head_dim": 40, "head_dim_v": 40}, "fa3", "fa3"),
-        ({"head_dim": 128, "head_dim_v": 96, "odd_rows": "q"}, "fa3", "fa3"),
-        ({"head_dim": 256, "head_dim_v": 256}, "fa3", "fa2"),
-        ({"softcap": 3.0}, "fa2", "fa2"),
-        ({"alibi": True, "dropout": True, "bias": True}, "fa2", "fa2"),
-        ({"gpu": 1}, "fa2", "fa2"),
-        ({"batch_invariant": True}, None, None),
-        ({"fp8": True}, None, None),
-        ({"page_size": 16}, None, None),
+        ({}, "fa3", "fa3", True),
+        ({"head_dim": 40, "head_dim_v": 40}, "fa3", "fa3", True),
+        ({"head_dim": 128, "head_dim_v": 96, "odd_rows": "q"}, "fa3", "fa3", False),
+        ({"head_dim": 256, "head_dim_v": 256}, "fa3", "fa2", True),
+        ({"softcap": 3.0}, "fa2", "fa2", False),
+        ({"alibi": True, "dropout": True, "bias": True}, "fa2", "fa2", False),
+        ({"gpu": 1}, "fa2", "fa2", True),
+        ({"batch_invariant": True}, None, None, False),
+        ({"fp8": True}, None, None, False),
+        ({"page_size": 16}, None, None, False),
     ),
 )
 def test_who_has_masks_of_blocks(
-    fields: dict[str, object], forward: str | None, backward: str | None, native: ModuleType
+    fields: dict[str, object],
+    forward: str | None,
+    backward: str | None,
+    fa1: bool,
+    native: ModuleType,
 ) -> None:
     p = problem(native, seqlen_q=700, seqlen_k=900, mask=True, **fields)
     assert p.choose_forward("auto")[0] == forward
@@ -767,7 +771,9 @@ def test_who_has_masks_of_blocks(
         assert p.choose_backward(forward)[0] == backward
         assert any(x.startswith(forward) for x in p.forward(forward).launches)
         assert p.choose_forward("fa2") == ("fa2", "")
-    assert p.choose_forward("fa1")[0] is None
+    assert p.choose_forward("fa1")[0] == ("fa1" if fa1 else None)
+    if fa1:
+        assert p.choose_backward("fa1") == ("fa1", "")
 
 
 @pytest.mark.parametrize(

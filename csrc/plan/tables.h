@@ -55,6 +55,7 @@ inline constexpr OptionSet kFa3Scores =
     kVarlenSplits | OptionSet::kRareScale | OptionSet::kSoftcap | OptionSet::kAlibi;
 inline constexpr OptionSet kAllOptions =
     kFa3Scores | OptionSet::kBias | OptionSet::kDropout | OptionSet::kUnaligned;
+inline constexpr OptionSet kVarlenMask = OptionSet::kVarlen | OptionSet::kMask;
 inline constexpr OptionSet kAllAndMask = kAllOptions | OptionSet::kMask;
 // With a page table, which bias and dropout do not have.
 inline constexpr OptionSet kPages = kVarlen | OptionSet::kPages;

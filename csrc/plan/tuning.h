@@ -16,7 +16,8 @@ namespace tuning {
 
 // --- FA1, forward ---
 
-inline constexpr OptionSets kFa1Options{2, {kDense, kAllAndMask}};
+// Beside other options a mask is a bool bias: with all of them the tiles would be smaller.
+inline constexpr OptionSets kFa1Options{3, {kDense, kAllOptions, kVarlenMask}};
 
 struct Fa1ForwardRow {
     HeadDims head_dims;

@@ -56,16 +56,16 @@ struct Fa1Forward {
     static constexpr bool kUnaligned = contains(kOptions, OptionSet::kUnaligned);
     static constexpr bool kMayHaveMask = contains(kOptions, OptionSet::kMask);  // of tiles
     static constexpr int kBlockQ = kTuning.block_q;
-    // With all options registers are short: a KV tile is at most a block of a mask.
+    // Of a mask at most a block.
     static constexpr int kBlockKV = kLessMemory    ? kTuning.small_block_kv
                                     : kMayHaveMask ? min_of(kTuning.block_kv, kMaskBlock)
                                                    : kTuning.block_kv;
     static constexpr int kTeamWarps = 4;
     static constexpr int kKeysPerWarp = kBlockKV / kTeamWarps;
-    // ptxas 13.0: at 64 the registers of three teams, 168 a thread, do not hold all options'
-    // values.
+    // ptxas 13.0: the registers of three teams, 168 a thread, do not hold all options' values and
+    // 64 keys a warp.
     static constexpr int kTeams =
-        kLessMemory || (kMayHaveMask && kHeadDim == 64) ? 2 : kTuning.teams;
+        kLessMemory || (kUnaligned && kKeysPerWarp == 64) ? 2 : kTuning.teams;
     static constexpr int kTeamThreads = 32 * kTeamWarps;
     static constexpr int kThreads = kTeams * kTeamThreads;
 
@@ -377,12 +377,10 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
         ptx::cp_async_wait<0>();
         __syncthreads();  // the KV tile has landed
 
-        // Found twice in each iteration: no register is left for it over the matmuls.
-        const auto next_q_tile = [&] {
-            return cta.next_q_tile(q_tile + Kernel::kTeams, q_tiles.end, kv_tile);
-        };
-        for (; q_tile < q_tiles.end; q_tile = next_q_tile()) {
-            const bool first_visit = kv_tile == cta.seen_by(q_tile).begin;
+        for (int next; q_tile < q_tiles.end; q_tile = next) {
+            next = cta.next_q_tile(q_tile + Kernel::kTeams, q_tiles.end, kv_tile);
+            const VisibleTiles seen = cta.seen_by(q_tile);
+            const bool first_visit = kv_tile == seen.begin;
             ptx::cp_async_wait<0>();
             cta.team_barrier();  // Q_i has landed; the team's other memory is free
             cta.load_state(q_tile, first_visit);
@@ -391,7 +389,7 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
             typename Kernel::Scores rS;
             cta.compute_scores(rS, q_tile, kv_tile);
             cta.team_barrier();  // the maxima of all keys are complete; all warps have left Q_i
-            if (const int next = next_q_tile(); next < q_tiles.end) cta.load_q(next);
+            if (next < q_tiles.end) cta.load_q(next);
             ptx::cp_async_commit();
 
             typename Kernel::RowValues tile_max;
@@ -403,7 +401,7 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
             cta.multiply_v(rO, q_tile, kv_tile);
             typename Kernel::RowState state = cta.old_state(first_visit);
             cta.update(rO, state, tile_max);
-            if (kv_tile == cta.seen_by(q_tile).end - 1) {
+            if (kv_tile == seen.end - 1) {
                 cta.store_out(rO, state, q_tile);
             } else {
                 cta.store_state(rO, state, q_tile);
