@@ -1,9 +1,10 @@
 """Builds flash_ext/_C.abi3.so, the CUDA kernels; everything static is in pyproject.toml.
 
-The binary uses only libtorch's stable ABI and defines no Python module, so one build serves every
-Python >= 3.10 and torch >= 2.11, CPU-only torch included. Without nvcc the package installs pure,
-and says why in flash_ext/_C.missing.txt, since pip hides what a build prints. Beside a binary goes
-its record, _C.json. docs/install.md has the variables that change a build.
+The binary uses only libtorch's stable ABI and defines no Python module (torch.ops.load_library
+loads it), so one build serves every Python >= 3.10 and torch >= 2.11, CPU-only torch included.
+Without nvcc the package installs pure. pip hides what a build prints: the reason goes into
+flash_ext/_C.missing.txt, and `flash_ext.explain` and the first call on a GPU say it. Beside a
+binary goes its record, _C.json. docs/install.md has the variables that change a build.
 """
 
 import hashlib
@@ -43,8 +44,8 @@ def is_set(name: str) -> bool:
 
 
 def find_cuda_home() -> Path | None:
-    """$CUDA_HOME, or the home of the nvcc on PATH, which may be a script or a link in a folder
-    without headers, so it is asked, or /usr/local/cuda."""
+    """The CUDA toolkit: $CUDA_HOME, or the home of the nvcc on PATH, or /usr/local/cuda. That nvcc
+    may be a script or a link in a folder without headers, so it is asked for its home."""
     if given := os.environ.get("CUDA_HOME"):
         return Path(given).absolute()  # the build checks it
     homes = [Path("/usr/local/cuda")]
@@ -95,13 +96,16 @@ def check_nvcc(home: Path, archs: str) -> str:
     hopper = "90a", " for Hopper GPUs", ", FLASH_EXT_CUDA_ARCHS=80+PTX"
     target, of, less = hopper if "90a" in archs else ("80", "", "")
     if (int(found[2]), int(found[3])) < OLDEST_NVCC[target]:
-        sys.exit(f"flash_ext: {home}/bin/nvcc is of CUDA {found[1]}, and the kernels{of} need"
-                 f" {'.'.join(map(str, OLDEST_NVCC[target]))} or newer; set CUDA_HOME (pip install"
-                 f' "cuda-toolkit[nvcc,cccl]" has one){less} or FLASH_EXT_SKIP_CUDA=1')  # fmt: skip
+        sys.exit(
+            f"flash_ext: {home}/bin/nvcc is of CUDA {found[1]}, and the kernels{of} need"
+            f" {'.'.join(map(str, OLDEST_NVCC[target]))} or newer; set CUDA_HOME (pip install"
+            f' "cuda-toolkit[nvcc,cccl]" has one){less} or FLASH_EXT_SKIP_CUDA=1'
+        )
     return found[1]
 
 
 def check_torch():
+    """The torch of this environment, whose headers and libraries the build needs."""
     try:
         import torch
     except ImportError:
@@ -138,13 +142,16 @@ def flags_of(
         *("--expt-relaxed-constexpr", "-Xptxas=-v,-warn-spills,-warn-lmem-usage"),
         # The host's part; nvcc optimizes kernels by itself.
         f"-Xcompiler=-O1,-fPIC,-fvisibility=hidden,{','.join(WARNINGS)}",
+        # With few jobs two targets of a file at a time only take turns.
+        f"--threads={os.environ.get('NVCC_THREADS') or (1 if jobs() < 16 else 2)}",
     ]
     host = [*common, "-O3", "-DNDEBUG", "-fPIC", "-fvisibility=hidden", *WARNINGS]
-    host += [f'-DFLASH_EXT_TARGETS="{archs}"', f"-isystem{torch_home}/include"]
-    host += [f"-isystem{torch_home}/include/torch/csrc/api/include"]
+    host += [f"-isystem{torch_home / x}" for x in ("include", "include/torch/csrc/api/include")]
+    host += [f'-DFLASH_EXT_TARGETS="{archs}"']
     # libtorch.so pulls in libtorch_cuda.so, which holds the current-stream shim. That is a weak
     # symbol here, so the linker would see no need for libtorch.so. -s: half as large.
-    link = [f"-L{x}" for x in (libraries, *cuda_folders(home, "lib64"), *cuda_folders(home, "lib"))]
+    cuda = [path for name in ("lib64", "lib") for path in cuda_folders(home, name)]
+    link = [f"-L{path}" for path in (libraries, *cuda)]
     link += [f"-l{name}" for name in ("torch_cpu", "cudart_static", "rt", "dl", "pthread")]
     link += ["-s", "-Wl,--exclude-libs,ALL,--no-as-needed", "-ltorch", "-Wl,--as-needed"]
     return nvcc, host, link
@@ -165,32 +172,15 @@ build {folder}/_C.abi3.so: link {objects}
 """
 
 
-def generated(name: str, text: str) -> Path:
-    """A file in build/, which is written only if it changes: ninja goes by the time."""
-    file = ROOT / "build" / name
+def host_source() -> Path:
+    """All C++ files in one: most of the time of each is reading torch's headers."""
+    file = ROOT / "build/host.cpp"
+    parts = sorted(x for folder in ("api", "plan") for x in ROOT.glob(f"csrc/{folder}/*.cpp"))
+    text = "".join(f'#include "{part.relative_to(ROOT / "csrc")}"\n' for part in parts)
     file.parent.mkdir(exist_ok=True)
     if not file.is_file() or file.read_text() != text:
         file.write_text(text)
     return file
-
-
-def host_source() -> Path:
-    """All C++ files in one: most of the time of each is reading torch's headers."""
-    parts = sorted(x for folder in ("api", "plan") for x in ROOT.glob(f"csrc/{folder}/*.cpp"))
-    lines = (f'#include "{part.relative_to(ROOT / "csrc")}"\n' for part in parts)
-    return generated("host.cpp", "".join(lines))
-
-
-def kernel_sources() -> list[Path]:
-    """The CUDA files. With many jobs each explicit instantiation is a file of its own, so that all
-    do not wait for the longest file; with few that would take longer."""
-    # In this order the files that take longest, FA3's and FA2's, are among the first.
-    files, found = sorted(ROOT.glob("csrc/instantiate/*.cu"), reverse=True), []
-    for file in files if jobs() >= 8 else ():
-        head, *parts = re.split(r"^(template .*?;\n)", file.read_text(), flags=re.M | re.S)
-        texts = [head + part + parts[-1] for part in parts[::2]] or [head]
-        found += [generated(f"{file.stem}_{i}.cu", text) for i, text in enumerate(texts)]
-    return found or files
 
 
 def command(words: list[str]) -> str:
@@ -202,11 +192,13 @@ def compile_and_link(nvcc: list, archs: str, host: list, link: list) -> tuple[Pa
     # The folder of `setup.py build`; an editable installation has a new --build-temp each time.
     folder = Path("build", f"temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}")
     cxx = shlex.split(os.environ.get("CXX", "c++"))
-    tools = {x.relative_to(ROOT): [*nvcc, *gencode_flags(archs, x)] for x in kernel_sources()}
+    # In this order the files that take longest, FA3's and FA2's, are among the first.
+    kernels = sorted(ROOT.glob("csrc/instantiate/*.cu"), reverse=True)
+    tools = {x.relative_to(ROOT): [*nvcc, *gencode_flags(archs, x)] for x in kernels}
     tools[host_source().relative_to(ROOT)] = [*cxx, *host]
     objects = [folder / f"{source}.o" for source in tools]
-    every = " ".join(map(str, objects))
-    text = NINJA.format(folder=folder, cxx=command(cxx), link=command(link), objects=every)
+    words = {"cxx": command(cxx), "link": command(link), "objects": " ".join(map(str, objects))}
+    text = NINJA.format(folder=folder, **words)
     for target, (source, tool) in zip(objects, tools.items(), strict=True):
         text += f"build {target}: compile {source}\n  tool = {command(tool)}\n"
     folder.mkdir(parents=True, exist_ok=True)
@@ -281,11 +273,13 @@ class BuildKernels(build_ext):
 
 
 class BuildPackage(build_py):
+    """Copies the package as it is now, without files deleted since the last build."""
+
     def run(self) -> None:
         # An editable installation installs the source folder itself.
         package = (ROOT if self.editable_mode else Path(self.build_lib)) / "flash_ext"
         if not self.editable_mode:
-            shutil.rmtree(package, ignore_errors=True)  # it may have files that are deleted since
+            shutil.rmtree(package, ignore_errors=True)
         super().run()
         if WHY_NO_KERNELS:
             print(f"flash_ext: the CUDA kernels are not built: {WHY_NO_KERNELS}", file=sys.stderr)
@@ -294,7 +288,8 @@ class BuildPackage(build_py):
 
 CUDA_HOME = find_cuda_home()
 WHY_NO_KERNELS = "" if CUDA_HOME else "no nvcc was found (CUDA_HOME, PATH, /usr/local/cuda)"
-WHY_NO_KERNELS = "FLASH_EXT_SKIP_CUDA was set" if is_set("FLASH_EXT_SKIP_CUDA") else WHY_NO_KERNELS
+if is_set("FLASH_EXT_SKIP_CUDA"):
+    WHY_NO_KERNELS = "FLASH_EXT_SKIP_CUDA was set"
 # A wheel for every Python, except that those without the GIL refuse such wheels.
 TAG = {} if sysconfig.get_config_var("Py_GIL_DISABLED") else {"py_limited_api": "cp310"}
 

@@ -4,8 +4,9 @@
     kernel = get_local_kernel(Path("dist/hub"))
     out = kernel.flash_attn_func(q, k, v, causal=True)  # q, k, v: (batch, seqlen, heads, head_dim)
 
-`kernel.flash_attn_interface` has FlashAttention-3's functions. The package lies beside this file; a
-`flash_ext` that is imported already takes its place, if it has the same version.
+`kernel.flash_attn_interface` has FlashAttention-3's functions. The package lies beside this file. A
+process can define its ops, torch.ops.flash_ext, once: a `flash_ext` that is imported already takes
+its place, if it has the same version. Nothing is downloaded.
 """
 
 import sys

@@ -1,9 +1,11 @@
 """Makes dist/hub/, which Hugging Face's `kernels` loads, from the wheel. Run by `make hub`.
 
-    dist/hub/build/torch-stable-abi211-cu130-x86_64-linux/   for torch 2.11 or newer and CUDA 13.x
+    dist/hub/README.md
+    dist/hub/build/torch-stable-abi211-cu130-x86_64-linux/   the wheel's package
     dist/hub/build/torch-cpu/                                the same without the library
 
-Each has __init__.py (hub_kernel.py), flash_ext/ and metadata.json. Nothing is uploaded.
+Each variant has __init__.py (hub_kernel.py), flash_ext/ and metadata.json. The first is for every
+torch from 2.11 on whose CUDA is 13.x; the second for a torch without CUDA. Nothing is uploaded.
 """
 
 from __future__ import annotations

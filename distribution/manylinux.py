@@ -1,11 +1,12 @@
 """Links against the symbols of manylinux_2_28, on a system that has newer ones.
 
 A library asks at load time for the versions of symbols that it was linked with. So `link_flags`
-makes stand-ins for the system's libraries, which have no code, only the symbols that existed then,
-each with its version, and links with these. The little of libstdc++ that is newer (constructors of
-string streams) is linked statically and hidden, as in the compilers of the manylinux images.
-libtorch's stand-ins have its stable ABI alone: other functions of torch do not link, nor Python's.
-They are for the machine that the compiler compiles for. `make check-wheel` checks the result.
+makes stand-ins for the system's libraries, which hold no code, only the symbols that existed then,
+each with the version it had; the linker sees these in place of the real ones. The little of
+libstdc++ that is newer (constructors of string streams) is linked statically and hidden, as in the
+compilers of the manylinux images. libtorch has stand-ins as well, with its stable ABI alone: other
+functions of torch do not link, nor do Python's. The stand-ins are for the machine that the compiler
+compiles for. Nothing here proves the result: `make check-wheel` has auditwheel do that.
 """
 
 from __future__ import annotations

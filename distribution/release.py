@@ -3,7 +3,8 @@
     python release.py aarch64   # by `make check-wheel`, after auditwheel and the other tools
     python release.py           # by `make release`
 
-For a release tests and sanitizers ran on a GPU with this very source. nox tests the wheel.
+A wheel is of this source, without slow kernels, and at most 12 MB large. For a release tests and
+sanitizers ran on a GPU with this very source (its digest). `nox -s complete` tests the wheel.
 """
 
 from __future__ import annotations

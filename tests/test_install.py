@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import runpy
 import shutil
 import subprocess
@@ -155,27 +154,6 @@ def test_fa3_and_fp8_are_compiled_for_their_own_target_alone(functions: dict[str
     assert targets("fa3_forward_wide.cu", "80+PTX") == [older]  # the launchers must be there
     assert targets("fp8_quantize.cu", " 90a, 80+PTX;") == [hopper]
     assert targets("fa2_wide.cu", "80+PTX 90a") == [older, hopper]
-
-
-def test_with_many_jobs_each_instantiation_is_compiled_alone(
-    functions: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    find = functions["kernel_sources"]
-    monkeypatch.setitem(find.__globals__, "ROOT", tmp_path)
-    shutil.copytree(ROOT / "csrc/instantiate", tmp_path / "csrc/instantiate")
-    monkeypatch.setenv("MAX_JOBS", "7")
-    whole = {x.stem: x.read_text() for x in find()}
-    monkeypatch.setenv("MAX_JOBS", "8")
-    cut = {x.stem: x.read_text() for x in find()}
-    statement = re.compile(r"^template [^;]*;", re.MULTILINE)
-    for name, text in whole.items():
-        parts = [t for x, t in cut.items() if x.rpartition("_")[0] == name]
-        assert sum(map(statement.findall, parts), []) == statement.findall(text), name
-        without = statement.sub("", text).split()
-        assert parts and all(statement.sub("", part).split() == without for part in parts), name
-    assert max(len(statement.findall(x)) for x in cut.values()) == 1 < len(whole) < len(cut)
-    times = {x: x.stat().st_mtime_ns for x in find()}
-    assert times == {x: x.stat().st_mtime_ns for x in find()}  # ninja compiles nothing again
 
 
 @pytest.mark.parametrize(

@@ -3,5 +3,3 @@
 
 template struct flash_ext::Fa2<32, 32>;
 template struct flash_ext::Fa2<64, 64>;
-template struct flash_ext::Fa2<96, 96>;
-template struct flash_ext::Fa2<128, 128>;

@@ -9,8 +9,5 @@ template cudaError_t fa3_decode<192, 128>(const ForwardParams&, const ForwardKer
 template cudaError_t fa3_forward<192, 192>(const ForwardParams&, const ForwardKernel&,
                                            cudaStream_t);
 template cudaError_t fa3_decode<192, 192>(const ForwardParams&, const ForwardKernel&, cudaStream_t);
-template cudaError_t fa3_forward<256, 256>(const ForwardParams&, const ForwardKernel&,
-                                           cudaStream_t);
-template cudaError_t fa3_decode<256, 256>(const ForwardParams&, const ForwardKernel&, cudaStream_t);
 
 }  // namespace flash_ext
