@@ -236,7 +236,7 @@ def wild_offsets() -> Iterator[tuple[Inputs, Problem, str, bool]]:
 
 def masked() -> Iterator[tuple[str, Problem, dict[str, torch.Tensor], bool]]:
     """Masks: bits, intervals, of all heads or of each, with and without splits."""
-    kernels = [("fa2", 64), ("fa2", 192)]
+    kernels = [("fa1", 64), ("fa1", 128), ("fa2", 64), ("fa2", 192)]
     if variants()[-1] == "fa3":
         kernels += [("fa3", dim) for dim in (64, 128, 256)]
     problem = Problem(heads_q=4, heads_k=2, batch=2)
