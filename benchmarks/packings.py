@@ -4,10 +4,9 @@
     torchrun --nproc-per-node 2 benchmarks/packings.py --device cpu --tokens 2000 --documents 50
     python benchmarks/packings.py --alone 8                           # one rank of eight, no GPU
 
-A step is a call of `flash_ext.integrations.distributed.attention`, forward and backward. Steps with
-new documents are timed beside steps with the same ones again: the same work and the same method.
-Prints JSON. "resident_mib" is the most memory of the process, at ten steps on the way. With --alone
-a step is what the host does until a call has its plan and the numbers that go to a device.
+A step is a call of `flash_ext.integrations.distributed.attention`, forward and backward, with new
+documents or, beside it, the same again. Prints JSON. "resident_mib" is the most memory of the
+process, at ten steps. With --alone a step is the host's until a call has its plan and its numbers.
 """
 
 from __future__ import annotations
