@@ -156,6 +156,9 @@ def test_listed_tiles(block: int, native: ModuleType) -> None:
             for row in kinds.tolist()
         ]
         rows = rows_of(kinds)
+        row, shown = rows[0].tolist(), kinds[0].nonzero().flatten().tolist()
+        assert [native.block_kind(row, i) for i in range(blocks)] == kinds[0].tolist()
+        assert native.blocks_hull(row) == ((shown[0], shown[-1] + 1) if shown else (0, 0))
         shares = native.listed_kv_tiles(rows[0].tolist(), length, block, splits)
         assert len(shares) == splits
         found = [(t, bool(partial)) for share in reversed(shares) for t, partial in share]

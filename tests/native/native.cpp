@@ -294,6 +294,11 @@ PYBIND11_MODULE(flash_ext_native, m) {
                : block == 64 ? listed_kv_tiles<2>(row, keys, splits)
                              : listed_kv_tiles<1>(row, keys, splits);
     });
+    m.def("block_kind", [](const std::vector<int>& row, int block) {
+        return static_cast<int>(kind_of({row.data()}, block));
+    });
+    m.def("blocks_hull",
+          [](const std::vector<int>& row) { return pair_of(blocks_hull({row.data()})); });
     m.def("listed_q_tiles", [](const std::vector<int>& rows, int heads, int queries, int block) {
         return block == 32   ? listed_q_tiles<4>(rows, heads, queries)
                : block == 64 ? listed_q_tiles<2>(rows, heads, queries)
