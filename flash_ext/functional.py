@@ -260,12 +260,13 @@ def attention(
     "fa2"); Shah et al., "FlashAttention-3" (2024), Algorithms 1 to 3 (variant "fa3").
 
     The variant "fa3" runs only on Hopper GPUs (compute capability 9.0), with FP8 on a CPU too. It
-    does not take a bias, a softcap above 2048, or dropout with D or Dv above 128, a softcap or
-    ALiBi, or above 31/32, in float16 above 0.5. A softcap of up to 64 is computed there with a
-    relative error of 2^-11 at most. Rows that TMA cannot address are copied to aligned memory
-    first: those that do not start and end on 16-byte boundaries (so D or Dv is no multiple of 8),
-    or are one row expanded over the sequence (a row stride of 0). Where a tensor is empty, fa2's
-    kernels compute the gradients: `flash_ext.explain` says which kernels do.
+    does not take a bias with D or Dv above 128 (float32: 64), seqused_k, a softcap, ALiBi or
+    dropout; a softcap above 2048; or dropout with D or Dv above 128, a softcap or ALiBi, or above
+    31/32 (float16: 0.5). A softcap of up to 64 is computed there with a relative error of 2^-11 at
+    most. Rows that TMA cannot address are copied to aligned memory first: those that do not start
+    and end on 16-byte boundaries (so D or Dv is no multiple of 8), or are one row expanded over the
+    sequence (a row stride of 0). Where a tensor is empty, fa2's kernels compute the gradients:
+    `flash_ext.explain` says which kernels do.
 
     8 bits: q, k and v in float8_e4m3fn are q_descale · q and so on, where quantization has divided
     them by the descales (FlashAttention-3 §3.3). q and k may also be int8, with v in float8_e4m3fn:
