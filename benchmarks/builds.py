@@ -6,7 +6,7 @@
 
 FOLDER/flash_ext is the build before. Each has a process, compare.py's inputs and cells, and turns
 in the order ABBA, since the first of two calls finds a cooler GPU. A ratio is the time before
-('over') over the time now. Exit status 1 if results differ.
+('over') over the time now. Exit status 1 if results differ, or if a build failed.
 """
 
 from __future__ import annotations

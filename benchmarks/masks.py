@@ -3,10 +3,10 @@
     python benchmarks/masks.py                 # every mask of shapes.toml
     python benchmarks/masks.py --device cpu    # a smoke test
 
-After the time to make a mask calls take turns, forward and forward with backward: flash_ext with it
-(bool masks as its bias); the plain call (of a tree causal), of which it should take the share of
-blocks; compiled FlexAttention with its BlockMask; SDPA's backends with the bool mask and K and V
-repeated for each query head. No call is timed before it agrees with the first.
+First the mask is made, and timed. Then calls take turns, forward and forward with backward:
+flash_ext with the mask (a bool mask as its bias); without one, beside a tree a causal call;
+compiled FlexAttention with its BlockMask; SDPA's backends with the bool mask, and K and V repeated
+for each query head. No call is timed before it agrees with the first.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ def times(case: Json, timer: Timer, rounds: int) -> Json:
     if case.get("make_only"):
         return {"results": results, "density": round(float(mask.density()), 5)}
     dtype = torch.bfloat16 if timer.cuda else torch.float32
-    group, keys = case["heads"] // case["kv_heads"], (case["seqlen"], case["kv_heads"])
-    shapes = [(case["batch"], *x, case["d"]) for x in ((mask.shape[2], case["heads"]), keys, keys)]
+    group, of_k = case["heads"] // case["kv_heads"], (case["seqlen"], case["kv_heads"])
+    shapes = [(case["batch"], *x, case["d"]) for x in ((mask.shape[2], case["heads"]), of_k, of_k)]
     q, k, v = (torch.randn(x, dtype=dtype, device=timer.device) for x in shapes)
     leaves, dout = [x.clone().requires_grad_() for x in (q, k, v)], torch.randn_like(q)
     few = (x[:1, :, :n].float() for x, n in ((q, group), (k, 1), (v, 1)))

@@ -4,9 +4,9 @@
     torchrun --nproc-per-node 2 benchmarks/packings.py --device cpu --tokens 2000 --documents 50
     python benchmarks/packings.py --alone 8                           # one rank of eight, no GPU
 
-A step is a call of `flash_ext.integrations.distributed.attention`, forward and backward, with new
-documents or, beside it, the same again. Prints JSON. "resident_mib" is the most memory of the
-process, at ten steps. With --alone a step is the host's until a call has its plan and its numbers.
+A step is a call of `flash_ext.integrations.distributed.attention`, forward and backward. Steps with
+new documents are timed beside steps with known ones. Prints JSON; "resident_mib" is the process's
+memory at ten of the steps. With --alone a step is the host's work: no other ranks, no kernels.
 """
 
 from __future__ import annotations

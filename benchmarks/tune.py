@@ -6,7 +6,7 @@
 A plan chooses among the tiles of a row of csrc/plan/tuning.h by `forward_time` (csrc/plan/cost.h):
 percent x waves x rows x (keys + overhead), relative to the tile `usual`. This script times every
 tile of a row at a fixed grid of calls, fits both constants to the ratios of the times, and prints
-the fastest tile of each call, those that today's and the new constants choose, and what that costs.
+each call's fastest tile, those of today's and of the new constants, and what a wrong choice costs.
 
 Today's constants stand in shapes.toml (`tune`); a test compares them with csrc. Tiles are forced by
 FLASH_EXT_FORCE_TILE, which plans read if FLASH_EXT_TUNE was set when the kernels were first called.

@@ -245,7 +245,7 @@ def masks_section(folder: Path) -> Iterator[str]:
                     yield line, "over no mask", over(times, own, f"no mask {way}")
                     for name, label in MASK_PEERS.items():
                         yield line, label, over(times, f"{name} {way}", own)
-                if way == "forward" or own in times:  # of some only this is timed
+                if way == "forward" or own in times:  # some are only made
                     yield line, "to make, µs", f"{times['make']['ms'] * 1e3:.0f}"
 
     if rows:

@@ -56,7 +56,7 @@ struct Fa1Forward {
     static constexpr bool kUnaligned = contains(kOptions, OptionSet::kUnaligned);
     static constexpr bool kMayHaveMask = contains(kOptions, OptionSet::kMask);  // of tiles
     static constexpr int kBlockQ = kTuning.block_q;
-    // Of a mask at most a block.
+    // With a mask of tiles a KV tile is at most one of its blocks.
     static constexpr int kBlockKV = kLessMemory    ? kTuning.small_block_kv
                                     : kMayHaveMask ? min_of(kTuning.block_kv, kMaskBlock)
                                                    : kTuning.block_kv;
