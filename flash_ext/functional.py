@@ -303,9 +303,9 @@ def attention(
         bias: added to the scores. Broadcasts to (B, Hq, Sq, Sk), with any strides; q's dtype,
             float32, or bool: False hides the key, like −inf. Its gradient repeats bit by bit. A
             large bool bias on a GPU becomes a mask: once, while it lives and is not written to.
-        mask: a `flash_ext.Mask` for (B or 1, Hq or 1, Sq, Sk). causal and window hide further keys,
-            as always. fa2 has masks beside all options. Where a variant's kernels have none, or not
-            beside the other options, it is a bool bias: `flash_ext.explain` says so.
+        mask: a `flash_ext.Mask` for (B or 1, Hq, Hk or 1, Sq, Sk). causal and window hide further
+            keys, as always. fa2 has masks beside all options. Where a variant's kernels have none,
+            or not beside the other options, it is a bool bias: `flash_ext.explain` says so.
         sink: (Hq), float32: a score per head that takes part in the softmax, as of a key that comes
             first and has value 0 (gpt-oss model card, 2025; cf. Xiao et al., "Efficient streaming
             language models with attention sinks", 2024).
@@ -438,7 +438,7 @@ def attention_varlen(
         bias: (B or 1, Hq or 1, Lq or 1, Lk or 1), indexed by positions within the sequence.
             Positions that an Lq or Lk other than 1 does not reach are hidden.
         seqused_k: int32 (B): sequence b has only the first seqused_k[b] of its keys.
-        mask: a `flash_ext.Mask` over all rows, (1, Hq or 1, total_q, total_k), of which each
+        mask: a `flash_ext.Mask` over all rows, (1, Hq, Hk or 1, total_q, total_k), of which each
             sequence has its own part. Not beside bias, alibi_slopes, dropout_p, seqused_k and
             descales. Rows that belong to no sequence must be finite then.
         q_descale, k_descale: blocks count from the first row of each sequence, and are as many as

@@ -13,13 +13,14 @@ from torch.compiler import is_compiling
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import mask_parts as parts
-from .cpu.tile_mask import FULL, PARTIAL, dense_mask, kinds_of_runs
+from .cpu.tile_mask import FULL, PARTIAL, by_query_heads, dense_mask, kinds_of_runs
 from .mask_parts import Intervals
 from .ops.checks import Pair, refuse, require_ints, require_pair, require_tensors
 from .ops.mask import (
     blocks_of,
     mask_from_blocks,
     mask_from_dense,
+    mask_from_documents,
     mask_from_intervals,
     mask_from_kinds,
 )
@@ -45,7 +46,8 @@ class Mask:
     """Which keys each query sees: for `flash_ext.attention(q, k, v, mask=…)`.
 
     Kernels compute only the blocks of 128 queries by 128 keys that are visible, in whole or in
-    part. A mask lies on the device. Making one, combining two with `&`, `|` and `~`, and using one
+    part. There is one for all heads, for each head of K and V, or for each query head. It lies on
+    the device. Making one, combining two with `&`, `|` and `~`, and using one
     never wait for the device. Make it once for all layers and steps that share it: what calls
     derive from it, as a mask with `causal` beside it, is kept on it.
 
@@ -97,7 +99,7 @@ class Mask:
         """Of a bool tensor, True where the query sees the key, in one pass over it.
 
         Args:
-            visible: (B or 1, Hq or 1, Sq or 1, Sk or 1); leading dimensions may be missing.
+            visible: (B or 1, Hq, Hk or 1, Sq or 1, Sk or 1); leading dimensions may be missing.
             seqlen_q, seqlen_k: Sq and Sk where visible has 1.
 
         Examples:
@@ -106,7 +108,7 @@ class Mask:
         """
         require_tensors(visible=visible)
         if visible.dtype != torch.bool or not 2 <= visible.dim() <= 4:
-            wanted = "bool of shape (B or 1, Hq or 1, Sq or 1, Sk or 1)"
+            wanted = "bool of shape (B or 1, Hq, Hk or 1, Sq or 1, Sk or 1)"
             refuse("visible", wanted, f"{visible.dtype} of shape {tuple(visible.shape)}")
         visible = visible[(None,) * (4 - visible.dim())]
         given = zip((seqlen_q, seqlen_k), visible.shape[2:], strict=True)
@@ -122,8 +124,8 @@ class Mask:
         """Query i sees the keys from begin[i] to end[i] − 1, of one or two such intervals.
 
         Args:
-            begin, end: integers: (Sq), (Sq, 1 or 2), (B or 1, Hq or 1, Sq) or (B or 1, Hq or 1, Sq,
-                1 or 2). An interval that ends where it begins, or before, is empty; what lies
+            begin, end: integers: (Sq), (Sq, 1 or 2), (B or 1, Hq, Hk or 1, Sq) or (B or 1, Hq,
+                Hk or 1, Sq, 1 or 2). An interval that ends where it begins, or before, is empty; what lies
                 outside of 0 to Sk is cut off.
             seqlen_k: Sk.
 
@@ -184,8 +186,8 @@ class Mask:
             if seqlen is None:
                 refuse("seqlen", "given with cu_seqlens: how many tokens there are", None)
             require_ints("cu_seqlens", cu_seqlens, ("n + 1",), cu_seqlens)
-            found = _within((cu_seqlens, cu_seqlens), (seqlen, seqlen), sides, prefix)
-            return _of_intervals(found, seqlen, seqlen, cu_seqlens.device)
+            offsets = cu_seqlens, cu_seqlens
+            return _of_documents((seqlen, seqlen), sides, prefix, cu_seqlens.device, offsets)
         require_tensors(ids=ids)
         assert ids is not None
         if ids.dim() not in (1, 2) or ids.is_floating_point() or ids.dtype == torch.bool:
@@ -193,9 +195,10 @@ class Mask:
             refuse("ids", "integers of shape (S) or (B, S)", got)
         if isinstance(prefix, Tensor):
             refuse("prefix", "an int with ids", "a tensor")
-        rows = ids.shape[-1]
-        of_query = parts.documents_of_ids(ids if ids.dim() == 2 else ids[None])
-        return _of_intervals(parts.document(*of_query, *sides, prefix), rows, rows, ids.device)
+        ids = ids if ids.dtype == torch.int32 else ids.long()
+        ids = ids if ids.dim() == 2 else ids[None]
+        sizes = ids.shape[1], ids.shape[1]
+        return _of_documents(sizes, sides, prefix, ids.device, ids=ids)
 
     @staticmethod
     def prefix(
@@ -218,11 +221,8 @@ class Mask:
                     [1, 1, 0],
                     [1, 1, 1]], dtype=torch.int32)
         """
-        device = n.device if device is None and isinstance(n, Tensor) else device
-        keys = seqlen_q if seqlen_k is None else seqlen_k
-        position = parts.positions(seqlen_q, keys, device)
-        found = parts.document(0, keys, position, -1, 0, _by_batch(n, position.device))
-        return _of_intervals(found, seqlen_q, keys, position.device)
+        sizes = seqlen_q, seqlen_q if seqlen_k is None else seqlen_k
+        return _of_documents(sizes, (-1, 0), n, device)
 
     @staticmethod
     def sinks(
@@ -245,13 +245,9 @@ class Mask:
                     [1, 1, 1, 0],
                     [1, 0, 1, 1]], dtype=torch.int32)
         """
-        device = n.device if device is None and isinstance(n, Tensor) else device
-        keys = seqlen_q if seqlen_k is None else seqlen_k
-        position = parts.positions(seqlen_q, keys, device)
-        begin, end = parts.band(0, keys, position, *require_pair("window", window))
-        first = parts.smaller(end, _by_batch(n, position.device))
-        found = [(0, first), (parts.larger(begin, first), end)]
-        return _of_intervals(found, seqlen_q, keys, position.device)
+        sizes = seqlen_q, seqlen_q if seqlen_k is None else seqlen_k
+        sides = require_pair("window", window)
+        return _of_documents(sizes, sides, n, device, first_in_window=True)
 
     @staticmethod
     def blocks(
@@ -260,9 +256,9 @@ class Mask:
         """Block-sparse: for each block of queries the blocks of keys that it sees.
 
         Args:
-            index: integers (B or 1, Hq or 1, ⌈Sq / block⌉, n): blocks of keys, in any order; only
-                the first `count` of them count.
-            count: integers (B or 1, Hq or 1, ⌈Sq / block⌉).
+            index: integers (B or 1, Hq, Hk or 1, ⌈Sq / block⌉, n): blocks of keys, in any order;
+                only the first `count` of them count.
+            count: integers (B or 1, Hq, Hk or 1, ⌈Sq / block⌉).
             seqlen_q, seqlen_k: Sq and Sk.
             block: 128 or 64, the queries and the keys of a block.
 
@@ -278,7 +274,7 @@ class Mask:
             refuse("block", "128 or 64", block)
         rows, columns = -(-seqlen_q // block), -(-seqlen_k // block)
         if index.dim() != 4 or index.shape[2] != rows or index.dtype.is_floating_point:
-            wanted = f"integers of shape (B or 1, Hq or 1, ⌈Sq / block⌉ = {rows}, n)"
+            wanted = f"integers of shape (B or 1, Hq, Hk or 1, ⌈Sq / block⌉ = {rows}, n)"
             refuse("index", wanted, f"{index.dtype} of shape {tuple(index.shape)}")
         if count.shape != index.shape[:3] or count.device != index.device:
             wanted = f"of shape {tuple(index.shape[:3])} on {index.device}"
@@ -353,7 +349,7 @@ class Mask:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """(B or 1, Hq or 1, Sq, Sk)."""
+        """(B or 1, Hq, Hk or 1, Sq, Sk)."""
         return self.kv_tiles.shape[0], self.kv_tiles.shape[1], self.seqlen_q, self.seqlen_k
 
     @property
@@ -388,7 +384,7 @@ class Mask:
         self._require_like(other)
         if not other.per_query:
             return Mask.dense(self.to_dense() & other.to_dense())
-        return self._limited(other._intervals(), other)
+        return self._limited(other)
 
     def __or__(self, other: Mask) -> Mask:
         self._require_like(other)
@@ -403,8 +399,8 @@ class Mask:
         return self._like([(0, begin), (end, self.seqlen_k)])
 
     def kinds(self) -> Tensor:
-        """The kind of each block, uint8 (B or 1, Hq or 1, ⌈Sq / 128⌉, ⌈Sk / 128⌉): 0 is hidden, 1
-        full and 2 visible in part."""
+        """The kind of each block, uint8 (B or 1, Hq, Hk or 1, ⌈Sq / 128⌉, ⌈Sk / 128⌉): 0 is hidden,
+        1 full and 2 visible in part."""
         return kinds_of_runs(self.kv_tiles, blocks_of(self.seqlen_k))
 
     def _like(self, intervals: Intervals) -> Mask:
@@ -414,17 +410,21 @@ class Mask:
         begin_0, end_0, begin_1, end_1 = self.words[:, :, : self.seqlen_q].unbind(-1)
         return [(begin_0, end_0), (begin_1, end_1)][: self.per_query]
 
-    def _limited(self, others: Intervals, other: Mask | None = None) -> Mask:
-        """The part that intervals show as well, another mask's or by themselves."""
-        if self.per_query * len(others) not in (1, 2):
-            shown = parts.shown_by(others, self.seqlen_k, self.device)
-            return Mask.dense(self.to_dense() & (shown if other is None else other.to_dense()))
+    def _shown(self) -> Tensor:
+        """As bool, by intervals alone."""
+        return parts.shown_by(self._intervals(), self.seqlen_k, self.device)
+
+    def _limited(self, other: Mask) -> Mask:
+        """The part that a mask of intervals shows as well."""
+        if self.per_query * other.per_query not in (1, 2):
+            shown = other.to_dense() if other.listed else other._shown()
+            return Mask.dense(self.to_dense() & shown)
         both = [
             (parts.larger(begin, begin_2), parts.smaller(end, end_2))
             for begin, end in self._intervals()
-            for begin_2, end_2 in others
+            for begin_2, end_2 in other._intervals()
         ]
-        listed = [x.kinds() > 0 for x in (self, other) if x is not None and x.listed]
+        listed = [x.kinds() > 0 for x in (self, other) if x.listed]
         if not listed:
             return self._like(both)
         words = parts.as_tensor(both, self.seqlen_q, self.device)
@@ -493,8 +493,8 @@ class Mask:
             return self
 
         def make() -> Mask:
-            position = parts.positions(self.seqlen_q, self.seqlen_k, self.device)
-            return self._limited([parts.band(0, self.seqlen_k, position, left, right)])
+            sizes = self.seqlen_q, self.seqlen_k
+            return self._limited(_of_documents(sizes, (left, right), 0, self.device))
 
         return self.keep(("band", left, right), (), make)  # type: ignore[no-any-return]
 
@@ -503,7 +503,8 @@ class Mask:
         sides = _window(causal, window)
 
         def make() -> Mask:
-            return self._limited(_within(cu_seqlens, (self.seqlen_q, self.seqlen_k), sides))
+            sizes = self.seqlen_q, self.seqlen_k
+            return self._limited(_of_documents(sizes, sides, 0, self.device, cu_seqlens))
 
         return self.keep(("documents", *sides), cu_seqlens, make)  # type: ignore[no-any-return]
 
@@ -511,7 +512,7 @@ class Mask:
         """What a bool bias, of four dimensions, shows as well."""
 
         def make() -> Mask:
-            return Mask.dense(self.to_dense() & bias)
+            return Mask.dense(by_query_heads(self.to_dense(), bias.shape[1]) & bias)
 
         return self.keep("bias", (bias,), make)  # type: ignore[no-any-return]
 
@@ -524,9 +525,8 @@ class Mask:
         def make() -> Mask:
             visible = bias[(None,) * (4 - bias.dim())].expand(-1, -1, seqlen_q, seqlen_k)
             if left >= 0 or right >= 0:
-                position = parts.positions(seqlen_q, seqlen_k, bias.device)
-                band = parts.band(0, seqlen_k, position, left, right)
-                visible = visible & parts.shown_by([band], seqlen_k, bias.device)
+                sizes = seqlen_q, seqlen_k
+                visible = visible & _of_documents(sizes, (left, right), 0, bias.device)._shown()
             return Mask.dense(visible)
 
         if _changing(bias.device) or bias.is_inference():
@@ -567,11 +567,6 @@ def _window(causal: bool, window: Pair) -> tuple[int, int]:
     return left, 0 if causal else right
 
 
-def _by_batch(n: int | Tensor, device: torch.device) -> int | Tensor:
-    """A number for each batch element as (B, 1, 1)."""
-    return n.view(-1, 1, 1).to(device) if isinstance(n, Tensor) else n
-
-
 def _of_intervals(intervals: Intervals, seqlen_q: int, seqlen_k: int, device: torch.device) -> Mask:
     tiles: _Tiles = mask_from_intervals(parts.as_tensor(intervals, seqlen_q, device), seqlen_k)
     return Mask(*tiles, seqlen_q, seqlen_k, len(intervals))
@@ -587,12 +582,33 @@ def _of_blocks(shown: Tensor, seqlen_q: int, seqlen_k: int, block: int = MASK_BL
     return Mask(*tiles, seqlen_q, seqlen_k, 1, True)
 
 
-def _within(
-    cu_seqlens: tuple[Tensor, Tensor],
+def _of_documents(
     sizes: tuple[int, int],
     window: tuple[int, int],
-    prefix: int | Tensor = 0,
-) -> Intervals:
-    """Of packed sequences, for q and for k."""
-    begin, end, position, prefix = parts.packed(*cu_seqlens, sizes[0], prefix)
-    return parts.document(begin, end, position, *window, prefix)
+    first_keys: int | Tensor,
+    device: torch.device | str | None,
+    offsets: tuple[Tensor, Tensor] | None = None,
+    *,
+    ids: Tensor | None = None,
+    first_in_window: bool = False,
+) -> Mask:
+    """first_keys: a number, or of each document; without offsets and ids, of each matrix."""
+    if isinstance(first_keys, Tensor):
+        number = first_keys.reshape(-1).clamp(0, sizes[1]).to(torch.int32)
+        number = number if device is None else number.to(device)
+    else:
+        some = max(min(first_keys, sizes[1]), 0)
+        number = torch.full((1,), some, dtype=torch.int32, device=device)
+    cu_q, cu_k = (None, None) if offsets is None else (x.contiguous() for x in offsets)
+    tiles: _Tiles = mask_from_documents(
+        number,
+        *sizes,
+        ids=ids,
+        cu_seqlens_q=cu_q,
+        cu_seqlens_k=cu_k,
+        window_left=window[0],
+        window_right=window[1],
+        first_keys_in_window=first_in_window,
+    )
+    sees_first = isinstance(first_keys, Tensor) or first_keys > 0
+    return Mask(*tiles, *sizes, 2 if sees_first and window[0] >= 0 else 1)

@@ -47,65 +47,6 @@ def smaller(a: Edge, b: Edge) -> Edge:
     return b.clamp(max=a) if isinstance(b, Tensor) else min(a, b)
 
 
-def positions(seqlen_q: int, seqlen_k: int, device: torch.device | str | None) -> Tensor:
-    """The position of each query among the keys: the last query's is the last key's."""
-    return torch.arange(seqlen_k - seqlen_q, seqlen_k, dtype=torch.int32, device=device)
-
-
-def band(begin: Edge, end: Edge, position: Tensor, left: int, right: int) -> tuple[Edge, Edge]:
-    """The part of [begin, end) within a window about each query's position."""
-    if left >= 0:
-        begin = larger(position - left, begin)
-    if right >= 0:
-        end = smaller(position + (right + 1), end)
-    return begin, end
-
-
-def document(
-    begin: Edge, end: Edge, position: Tensor, left: int, right: int, prefix: Edge
-) -> Intervals:
-    """What a query sees of its document [begin, end): a window and the first keys."""
-    low, high = band(begin, end, position, left, right)
-    if isinstance(prefix, int) and prefix <= 0:
-        return [(low, high)]
-    first = smaller(begin + prefix, end)
-    if left < 0:
-        return [(begin, larger(first, high))]
-    return [(begin, first), (larger(low, first), high)]
-
-
-def documents_of_ids(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Where the document of each token of (B, S) begins and ends, and the token's position:
-    (B, 1, S). Stretches of equal ids are documents, but not of negative ones."""
-    batch, rows = ids.shape
-    new = F.pad(ids[:, 1:] != ids[:, :-1], (1, 0), value=True).flatten()
-    number = new.cumsum(0)  # from 1, over all of the batch
-    token = torch.arange(batch * rows, dtype=torch.int32, device=ids.device)
-    first = token.new_full((batch * rows + 2,), batch * rows)
-    first.scatter_(0, number * new, token)  # 0 is for tokens that are not the first
-    begin, end = (x[None, None].view(batch, 1, rows) for x in (first[number], first[number + 1]))
-    if batch > 1:
-        of_row = torch.arange(0, batch * rows, rows, dtype=torch.int32, device=ids.device)
-        begin, end = begin - of_row.view(-1, 1, 1), end - of_row.view(-1, 1, 1)
-    return begin, end.masked_fill(ids[:, None] < 0, 0), token[:rows]
-
-
-def packed(
-    cu_q: Tensor, cu_k: Tensor, rows: int, prefix: Edge
-) -> tuple[Tensor, Tensor, Tensor, Edge]:
-    """Where the keys of each query's sequence begin and end, its position among them, bottom-right,
-    and its number of `prefix`, of which there may be one for each sequence."""
-    query = torch.arange(rows, dtype=torch.int32, device=cu_q.device)
-    stop = torch.searchsorted(cu_q, query, right=True)
-    start = stop - 1
-    stop = stop.clamp(max=cu_q.shape[0] - 1)  # after the last sequence: as start, so nothing
-    begin, end = cu_k[start], cu_k[stop]
-    position = query if cu_q is cu_k else query + (end - cu_q[stop])
-    if isinstance(prefix, Tensor):
-        prefix = F.pad(prefix.to(torch.int32), (0, 1))[start]
-    return begin, end, position, prefix
-
-
 def as_tensor(intervals: Intervals, rows: int, device: torch.device) -> Tensor:
     """As the ops take them: int32 (Bm, Hm, Sq, 4)."""
     edges = [x for pair in intervals for x in pair] + [0, 0] * (2 - len(intervals))

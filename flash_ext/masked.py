@@ -10,6 +10,7 @@ from torch.compiler import is_compiling
 
 from . import ops
 from .cpu.checks import check_offsets
+from .cpu.tile_mask import by_query_heads
 from .mask import Mask
 from .ops.checks import refuse, require_ints
 from .ops.options import MASK_BLOCK, MASK_OPTIONS
@@ -42,12 +43,12 @@ def _require_fit(mask: Mask, q: Tensor, k: Tensor) -> None:
         hint = "a flash_ext.Mask (Mask.dense makes one of a bool tensor)"
         refuse("mask", hint, f"a value of type {type(mask).__name__}")
     if q.dim() == k.dim() == 4:
-        (batch, rows, heads, _), keys = q.shape, k.shape[1]
+        (batch, rows, heads, _), (_, keys, heads_k, _) = q.shape, k.shape
         shape = mask.shape
-        fits = shape[0] in (1, batch) and shape[1] in (1, heads)
+        fits = shape[0] in (1, batch) and shape[1] in (1, heads, heads_k)
         if not fits or shape[2] != rows or shape[3] != keys:
-            wanted = "of shape (batch or 1, heads_q or 1, seqlen_q, seqlen_k) with sizes"
-            refuse("mask", f"{wanted} {(batch, heads, rows, keys)}", shape)
+            wanted = f"(batch or 1, heads_q, heads_k = {heads_k} or 1, seqlen_q, seqlen_k)"
+            refuse("mask", f"of shape {wanted} with sizes {(batch, heads, rows, keys)}", shape)
     if mask.device != q.device:
         refuse("mask", f"on q's device {q.device}", mask.device)
 
@@ -77,7 +78,7 @@ def with_mask(q: Tensor, k: Tensor, v: Tensor, mask: Mask, given: dict[str, Any]
     rest = {name: x for name, x in given.items() if name not in BAND}
     if runs(q, k, v, rest, mask=mask):
         return rest | mask.folded(*window_of(given)).options()
-    visible = mask.to_dense()
+    visible = by_query_heads(mask.to_dense(), q.shape[2])
     if "bias" in given:
         visible = given["bias"].masked_fill(~visible, -torch.inf)
     return given | {"bias": visible}

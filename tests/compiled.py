@@ -97,8 +97,8 @@ def python_module(
 
 
 def small_kernels(name: str) -> ModuleType:
-    """The module `name` of the kernels without shared memory. All of them are one library: the
-    compiler needs longer for pybind11 than for a kernel."""
+    """The module `name` of the kernels without shared memory, or little. All of them are one
+    library: the compiler needs longer for pybind11 than for a kernel."""
     names = ("append_kv", "copies", "make_mask", "split_by_length")
     sources = [NATIVE / f"{source}.cpp" for source in names]
     flags = [*DEVICE_CODE, "-Wno-unused-variable", "-Wno-parentheses"]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from compiled import small_kernels
 from mask_model import POISON, blocks_of, kinds_of_rows
-from test_mask_ops import random_intervals, random_mask, used
+from test_mask_ops import random_documents, random_intervals, random_mask, used
 from torch import Tensor
 
 ops = torch.ops.flash_ext
@@ -38,6 +38,7 @@ def make(
     dense: Tensor | None = None,
     intervals: Tensor | None = None,
     kinds: Tensor | None = None,
+    documents: object = None,
 ) -> list[Tensor]:
     """The mask, like the CPU's, in poison."""
     made = [torch.full_like(x, POISON) for x in like]
@@ -46,6 +47,7 @@ def make(
         kinds = torch.full(shape, 77, dtype=torch.uint8)
     hulls = torch.empty((*sizes[:2], blocks_of(sizes[2]), 4), dtype=torch.int32)
     inputs = [described(native, x) for x in (dense, intervals, kinds)]
+    inputs.append(native.Documents() if documents is None else documents)
     pointers = [x.data_ptr() for x in (hulls, *made)] + [0] * (3 - len(made))
     assert native.make(list(sizes), *inputs, *pointers, [x.shape[3] for x in made[:2]])
     return made
@@ -118,6 +120,30 @@ def test_intervals(sizes: tuple[int, ...], seed: int, native: ModuleType) -> Non
         intervals = intervals.mT.contiguous().mT
     want = ops.mask_from_intervals(intervals, seqlen_k)
     made = make(native, want, sizes, intervals=intervals)
+    compare(made, want)
+    assert torch.equal(made[2], want[2])
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_documents(seed: int, native: ModuleType) -> None:
+    first_keys, *sizes, options = random_documents(seed)
+    want = ops.mask_from_documents(first_keys, *sizes, **options)
+    batch = want[0].shape[0]
+    ids, offsets = options.get("ids"), [options.get(f"cu_seqlens_{x}") for x in "qk"]
+    of_ids = (0, [0] * 4) if ids is None else (ids.data_ptr(), [*ids.stride(), 0, 0])
+    first_tokens = torch.empty((batch, want[0].shape[2], 2), dtype=torch.int32)
+    documents = native.Documents(
+        native.Input(*of_ids),
+        ids is not None and ids.dtype == torch.int64,
+        [0 if x is None else x.data_ptr() for x in (first_tokens, *offsets, first_keys)],
+        [
+            0 if offsets[0] is None else len(offsets[0]) - 1,
+            *(options[f"window_{side}"] for side in ("left", "right")),
+            options["first_keys_in_window"],
+            int(len(first_keys) > 1),
+        ],
+    )
+    made = make(native, want, (batch, 1, *sizes), documents=documents)
     compare(made, want)
     assert torch.equal(made[2], want[2])
 

@@ -156,6 +156,29 @@ def test_long_lists(dim: int) -> None:
 
 
 @every_variant
+@pytest.mark.parametrize("queries", (1, 4, 17, 130))
+def test_masks_of_key_heads(queries: int, variant: str, device: str) -> None:
+    """Which query heads share: few queries are packed by heads."""
+    batch, keys, heads, heads_k = 2, 1500, 8, 2
+    problem = Problem(batch, queries, keys, heads, heads_k, 128)
+    inputs = make_inputs(problem, device)
+    index = torch.rand(batch, heads_k, -(-queries // 128), 12, device=device).argsort(-1)
+    by_blocks = Mask.blocks(index, torch.full_like(index[..., 0], 5), queries, keys)
+    begin = torch.randint(keys, (batch, heads_k, queries), device=device)
+    by_intervals = Mask.intervals(begin, begin + 400, keys)
+    by_bits = Mask.dense(torch.rand(batch, heads_k, queries, keys, device=device) < 0.3)
+    for mask in (by_blocks, by_intervals, by_bits):
+        inputs.bias = mask.to_dense().repeat_interleave(heads // heads_k, 1)
+        actual = results(problem, inputs, mask=mask, variant=variant)
+        assert_accurate(actual, expected_results(problem, inputs), problem.dtype)
+    shown = by_bits.to_dense().repeat_interleave(heads // heads_k, 1)
+    bias = torch.rand_like(shown, dtype=torch.float32) < 0.8
+    inputs.bias = shown & bias
+    actual = results(problem, inputs, mask=by_bits, bias=bias, variant=variant)
+    assert_accurate(actual, expected_results(problem, inputs), problem.dtype)
+
+
+@every_variant
 def test_a_bool_bias_beside_a_mask(variant: str, device: str) -> None:
     tensors, mask = qkv(device), MAKERS["intervals"](device)
     bias = torch.rand(2, 1, 1, 300, device=device) < 0.7
@@ -555,7 +578,7 @@ def test_errors(device: str) -> None:
     refused(r"mask must be of shape .*\(2, 4, 200, 300\)", q[:, :200], k, v, mask=mask)
     refused("mask must be of shape", q, k[:, :200], v[:, :200], mask=mask)
     refused("mask must be of shape", mask=Mask.dense(mask.to_dense().expand(3, 1, -1, -1)))
-    refused("mask must be of shape", mask=Mask.dense(mask.to_dense().expand(1, 2, -1, -1)))
+    refused("mask must be of shape", mask=Mask.dense(mask.to_dense().expand(1, 3, -1, -1)))
     if device == "cuda":
         refused("mask must be on q's device", mask=mask.to("cpu"))
     offsets = torch.tensor([0, 300], dtype=torch.int32, device=device)

@@ -7,6 +7,8 @@ drops.
 
 from __future__ import annotations
 
+import functools
+import itertools
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from attention_testing import nan_filled_outputs
 from compiled import load_host_side
 from mask_model import bits_of, blocks_of, decode, kinds_of_rows, mask_of, rows_of
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from flash_ext.cpu.tile_mask import dense_mask, kinds_of_runs
 
@@ -159,6 +162,80 @@ def random_intervals(*sizes: int, seqlen_k: int, seed: int = 0) -> Tensor:
     return (torch.cat(columns, -1) + jitter).to(torch.int32).contiguous()
 
 
+def random_documents(seed: int, most: int = 20000) -> tuple[Tensor, int, int, dict[str, Any]]:
+    """Arguments of mask_from_documents, of at most so many tokens: of ids, offsets, or neither."""
+    make = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=make, dtype=torch.int32)
+
+    rows = (1, 130, 700, most)[seed // 3 % 4]
+    count = int(draw(1, 9))
+    options: dict[str, Any] = {
+        "window_left": (-1, 40, 3000)[int(draw(0, 3))],
+        "window_right": (-1, 0, 50)[int(draw(0, 3))],
+        "first_keys_in_window": bool(draw(0, 2)),
+    }
+    first_keys, keys = draw(-2, 150, 1), rows
+    if seed % 3 == 0:
+        batch = 1 if rows == most else 2
+        edges = draw(0, rows, batch, count)
+        ids = (torch.arange(rows)[:, None] >= edges[:, None]).sum(-1) % 5 - 1
+        options["ids"] = ids.int() if seed % 2 else ids.mT.contiguous().mT
+    elif seed % 3 == 1:
+        keys = int(draw(1, rows + 200))
+        for name, length in (("q", rows), ("k", keys)):
+            inner = draw(0, length + 1, count - 1).sort().values
+            ends = torch.cat((ints_of(1), inner, inner.new_tensor([length - length // 9])))
+            options[f"cu_seqlens_{name}"] = ends
+        if seed % 2:
+            first_keys = draw(-2, 150, count)
+    else:
+        keys = int(draw(0, rows + 200))
+        first_keys = draw(-2, 150, 1 + seed % 2)
+    return first_keys, rows, keys, options
+
+
+def shown_by_documents(
+    first_keys: Tensor,
+    rows: int,
+    keys: int,
+    *,
+    window_left: int,
+    window_right: int,
+    first_keys_in_window: bool,
+    ids: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+) -> Tensor:
+    """bool (Bm, 1, rows, keys), document by document."""
+    matrices: list[list[tuple[range, range]]] = [[(range(rows), range(keys))] for _ in first_keys]
+    if ids is not None:
+        matrices = []
+        for of_row in ids.tolist():
+            ends = [i for i in range(1, rows) if of_row[i] != of_row[i - 1]] + [rows]
+            stretches = [range(a, b) for a, b in zip([0, *ends], ends, strict=False)]
+            matrices.append([(x, x) for x in stretches if of_row[x[0]] >= 0])
+    elif cu_seqlens_q is not None and cu_seqlens_k is not None:
+        of_q, of_k = (
+            [range(a, b) for a, b in itertools.pairwise(x.tolist())]
+            for x in (cu_seqlens_q, cu_seqlens_k)
+        )
+        matrices = [list(zip(of_q, of_k, strict=True))]
+    visible = torch.zeros(len(matrices), 1, rows, keys, dtype=torch.bool)
+    for b, documents in enumerate(matrices):
+        for d, (of_q, of_k) in enumerate(documents):
+            i, j = torch.arange(len(of_q))[:, None], torch.arange(len(of_k))
+            distance = j - i - (len(of_k) - len(of_q))
+            left = distance >= -window_left if window_left >= 0 else distance == distance
+            right = distance <= window_right if window_right >= 0 else distance == distance
+            number = first_keys[0 if len(first_keys) == 1 else b if cu_seqlens_q is None else d]
+            first = (j < number) & (right | (not first_keys_in_window))
+            part = visible[b, 0, of_q.start : of_q.stop, of_k.start : of_k.stop]
+            part.copy_((left & right) | first)
+    return visible
+
+
 def shown(intervals: Tensor, seqlen_k: int) -> Tensor:
     begin_0, end_0, begin_1, end_1 = intervals.unsqueeze(-1).unbind(-2)
     key = torch.arange(seqlen_k, device=intervals.device)
@@ -241,6 +318,15 @@ def test_intervals_become_lists(sizes: tuple[int, ...], seed: int, device: str) 
     assert ((end_0 == 0) | (begin_0 < end_0)).all() and (words <= seqlen_k).all()
 
 
+@pytest.mark.parametrize("seed", range(36))
+def test_documents_become_lists(seed: int, device: str) -> None:
+    first_keys, *sizes, options = random_documents(seed, most=1500)
+    given = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in options.items()}
+    made = ops.mask_from_documents(first_keys.to(device), *sizes, **given)
+    want = shown_by_documents(first_keys, *sizes, **options)
+    check_mask(made, want.to(device), exact=False)
+
+
 @pytest.mark.parametrize(
     ("columns", "blocks"),
     (  # of 1,024 queries and keys, 8 × 8 blocks
@@ -308,24 +394,41 @@ MADE: dict[str, tuple[str, Any]] = {
 }
 
 
+DOCUMENTS: dict[str, tuple[int, ...]] = {"ids": (3, 9), "offsets": (4, 7), "one document": (5,)}
+MADE |= {
+    f"{name} {seed}": ("mask_from_documents", functools.partial(random_documents, seed, most=40000))
+    for name, seeds in DOCUMENTS.items()
+    for seed in seeds
+}
+
+
 def used(rows: Tensor) -> list[list[int]]:
     """The entries of rows of runs that are read."""
     return [row[: 4 + row[2]] for row in rows.flatten(0, -2).tolist()]
 
 
+def call_of(case: str, device: str = "cpu") -> tuple[Any, list[Any], dict[str, Any]]:
+    """The op, its arguments and its options."""
+    name, given = REFUSED[case][1:] if case in REFUSED else (MADE[case][0], MADE[case][1]())
+    if case not in HUGE:
+        given = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, given)
+    elif device == "cuda":
+        given = (torch.zeros(1, dtype=torch.bool, device=device).expand(given[0].shape),)
+    options = given[-1] if isinstance(given[-1], dict) else {}
+    return getattr(ops, name).default, list(given[: len(given) - bool(options)]), options
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", MADE)
 def test_devices_make_the_same_lists(case: str) -> None:
-    name, make = MADE[case]
-    op = getattr(torch.ops.flash_ext, name)
-    given = make()
-    on_cuda = [x.cuda() if isinstance(x, Tensor) else x for x in given]
-    expected = op(*given)
+    op, given, options = call_of(case)
+    expected = op(*given, **options)
+    _, given, options = call_of(case, "cuda")
     with nan_filled_outputs():
-        made = op(*on_cuda)
+        made = op(*given, **options)
     for found, want in zip(made[:2], expected[:2], strict=True):
         assert found.shape == want.shape and used(found) == used(want)
-    if case in ("intervals", "blocks"):
+    if case not in ("dense", "kinds"):
         assert torch.equal(made[2].cpu(), expected[2])
     if case == "dense":
         partial = kinds_of_rows(expected[0], blocks_of(500)) == 2
@@ -335,16 +438,16 @@ def test_devices_make_the_same_lists(case: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", MADE)
 def test_cuda_graphs_make_masks_of_new_contents(case: str) -> None:
-    name, make = MADE[case]
-    op = getattr(torch.ops.flash_ext, name)
-    given = [x.cuda() if isinstance(x, Tensor) else x for x in make()]
-    op(*given)
+    op, given, options = call_of(case, "cuda")
+    op(*given, **options)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        made = op(*given)
-    given[0].copy_(given[0].flip(2))
+        made = op(*given, **options)
+    given[0].copy_(given[0] + 300 if given[0].dim() == 1 else given[0].flip(2))
+    if "ids" in options:
+        options["ids"].copy_(options["ids"].flip(1))
     graph.replay()
-    for found, want in zip(made[:2], op(*given)[:2], strict=True):
+    for found, want in zip(made[:2], op(*given, **options)[:2], strict=True):
         assert used(found) == used(want)
 
 
@@ -364,12 +467,11 @@ def test_a_mask_of_many_tokens() -> None:
 
 @pytest.mark.parametrize("case", MADE)
 def test_ops_that_make_masks_are_known_to_torch(case: str, device: str) -> None:
-    name, make = MADE[case]
-    given = tuple(x.to(device) if isinstance(x, Tensor) else x for x in make())
+    op, given, options = call_of(case, device)
     utils = ["test_schema", "test_autograd_registration", "test_faketensor"]
     if device == "cpu":  # CUDA's kernels leave what nothing reads unwritten: no two runs are alike
         utils.append("test_aot_dispatch_dynamic")
-    torch.library.opcheck(getattr(ops, name).default, given, test_utils=utils)
+    torch.library.opcheck(op, tuple(given), options, test_utils=utils)
 
 
 def ints_of(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -377,6 +479,22 @@ def ints_of(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
 
 
 OCTETS = torch.uint8
+OFFSETS = ints_of(3)
+BOTH = {"cu_seqlens_q": OFFSETS, "cu_seqlens_k": OFFSETS}
+OPTIONS = {
+    **{"ids": None, "cu_seqlens_q": None, "cu_seqlens_k": None},
+    **{"window_left": -1, "window_right": -1, "first_keys_in_window": False},
+}
+
+
+def of_documents(
+    first_keys: int | Tensor = 1, *, seqlen_q: int = 5, seqlen_k: int = 5, **options: Any
+) -> tuple[str, tuple[Any, ...]]:
+    first_keys = ints_of(first_keys) if isinstance(first_keys, int) else first_keys
+    return "mask_from_documents", (first_keys, seqlen_q, seqlen_k, OPTIONS | options)
+
+
+HUGE = ("too many blocks", "too many pairs")
 REFUSED: dict[str, tuple[str, str, tuple[Any, ...]]] = {
     "a mask of floats": ("mask", "mask_from_dense", (torch.zeros(1, 1, 2, 2),)),
     "a mask of bytes": ("mask", "mask_from_dense", (ints_of(1, 1, 2, 2, dtype=OCTETS),)),
@@ -398,6 +516,31 @@ REFUSED: dict[str, tuple[str, str, tuple[Any, ...]]] = {
     "too many keys": ("intervals", "mask_from_intervals", (ints_of(1, 1, 2, 4), 2**31)),
     "bool kinds": ("kinds", "mask_from_kinds", (torch.zeros(1, 1, 2, 2, dtype=torch.bool),)),
     "kinds of a matrix": ("kinds", "mask_from_kinds", (ints_of(2, 2, dtype=OCTETS),)),
+    "documents of another number": ("ids", *of_documents(ids=ints_of(1, 6))),
+    "documents of a row": ("ids", *of_documents(ids=ints_of(5))),
+    "octets as documents": ("ids", *of_documents(ids=ints_of(1, 5, dtype=OCTETS))),
+    "documents and offsets": (
+        "cu_seqlens_k",
+        *of_documents(ids=ints_of(1, 5), cu_seqlens_k=OFFSETS),
+    ),
+    "documents of other keys": ("seqlen_k", *of_documents(ids=ints_of(1, 4), seqlen_q=4)),
+    "first keys of documents": ("first_keys", *of_documents(2, ids=ints_of(1, 5))),
+    "long first keys": ("first_keys", *of_documents(ints_of(1).long())),
+    "a matrix of first keys": ("first_keys", *of_documents(ints_of(1, 1))),
+    "first keys of other offsets": ("first_keys", *of_documents(3, **BOTH)),
+    "offsets of keys alone": ("cu_seqlens_q", *of_documents(cu_seqlens_k=OFFSETS)),
+    "offsets of queries alone": ("cu_seqlens_k", *of_documents(cu_seqlens_q=OFFSETS)),
+    "more offsets of keys": ("cu_seqlens_k", *of_documents(**BOTH | {"cu_seqlens_k": ints_of(4)})),
+    "no offsets": ("cu_seqlens_q", *of_documents(cu_seqlens_q=ints_of(0), cu_seqlens_k=ints_of(0))),
+    "every second offset": (
+        "cu_seqlens_k",
+        *of_documents(**BOTH | {"cu_seqlens_k": ints_of(6)[::2]}),
+    ),
+    "long offsets": ("cu_seqlens_q", *of_documents(**BOTH | {"cu_seqlens_q": OFFSETS.long()})),
+    "a negative number of queries": ("seqlen_q", *of_documents(seqlen_q=-1)),
+    "too many documents' keys": ("the mask", *of_documents(seqlen_k=2**31)),
+    "a left side of -2": ("window_left", *of_documents(window_left=-2)),
+    "a right side of -2": ("window_right", *of_documents(window_right=-2)),
     "intervals of other blocks": (
         "intervals",
         "mask_from_blocks",
@@ -413,19 +556,19 @@ REFUSED: dict[str, tuple[str, str, tuple[Any, ...]]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_inputs(case: str, device: str) -> None:
-    name, op, given = REFUSED[case]
-    on_device = [x.to(device) if isinstance(x, Tensor) and x.numel() < 99 else x for x in given]
-    if device == "cuda" and not on_device[0].is_cuda:
-        on_device[0] = torch.zeros(1, dtype=torch.bool, device=device).expand(given[0].shape)
-    with pytest.raises((ValueError, RuntimeError), match=rf"flash_ext: {name} must be"):
-        getattr(ops, op)(*on_device)
+    op, given, options = call_of(case, device)
+    error = rf"flash_ext: {REFUSED[case][0]} must be"
+    with pytest.raises((ValueError, RuntimeError), match=error):
+        op(*given, **options)
 
 
 @pytest.mark.parametrize("case", [*REFUSED, *MADE])
 def test_csrc_accepts_the_same(case: str) -> None:
     """csrc/api/accept_mask.h has the conditions."""
     load_host_side()
-    op, given = REFUSED[case][1:] if case in REFUSED else (MADE[case][0], MADE[case][1]())
-    why = getattr(ops, f"refusal_of_{op}")(*given)
-    assert getattr(ops, f"refused_{op}")(*given) == why
+    op, given, options = call_of(case)
+    name = op.name().removeprefix("flash_ext::")
+    options = OPTIONS | options if options else {}
+    why = getattr(ops, f"refusal_of_{name}")(*given, **options)
+    assert getattr(ops, f"refused_{name}")(*given, **options) == why
     assert bool(why) == (case in REFUSED)

@@ -34,7 +34,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 import flash_ext
 import flash_ext.reference
 from flash_ext import Mask
-from flash_ext.cpu.tile_mask import kinds_of_runs
+from flash_ext.cpu.tile_mask import by_query_heads, kinds_of_runs
 
 Case = tuple[Mask, Tensor]
 """A mask, and the same as a bool tensor."""
@@ -326,7 +326,7 @@ def random_call(seed: int) -> tuple[Problem, Mask, Tensor]:
     heads = heads_k * group
     name = pick(*CONSTRUCTORS)
     seqlen_q, seqlen_k = (int(random_ints(1, 400, 1, make=make)) for _ in range(2))
-    matrices = pick(1, batch, batch), pick(1, heads, heads)
+    matrices = pick(1, batch, batch), pick(1, heads_k, heads)
     mask, shown = CONSTRUCTORS[name](make, *matrices, seqlen_q, seqlen_k)
     if pick(False, False, True):
         more, shown_more = intervals(make, *matrices, *mask.shape[2:], pick(1, 2))
@@ -380,7 +380,7 @@ def check_call(problem: Problem, mask: Mask, shown: Tensor, variant: str, device
     """Whether the variant has the call; its results are then right."""
     inputs = make_inputs(problem, device)
     sizes = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
-    inputs.bias = shown.to(device).expand(sizes)
+    inputs.bias = by_query_heads(shown.to(device), problem.heads_q).expand(sizes)
     mask = mask.to(device)
     if refused(problem, inputs, variant, mask=mask):
         return False

@@ -163,12 +163,13 @@ inline bool is_plain_mask(const Tensor& x, const Device& device) {
            is_aligned(x, 16);
 }
 
-// Are these rows of runs, of as many blocks? Each matrix has its own, or all have one.
+// Are these rows of runs, of as many blocks? Each matrix has its own, or all have one, or the heads
+// that share K and V.
 inline bool accepts_runs(const Tensor& x, const Sizes& sizes, int64_t blocks) {
     constexpr int64_t kMostRuns = int64_t{1} << 31;
     return x.dim() == 4 && (x.size(0) == 1 || x.size(0) == sizes.batch) &&
-           (x.size(1) == 1 || x.size(1) == sizes.heads_q) && x.size(2) == blocks &&
-           x.size(3) >= 8 && x.size(3) < kMostRuns && x.size(3) % 4 == 0;
+           (x.size(1) == 1 || x.size(1) == sizes.heads_q || x.size(1) == sizes.heads_k) &&
+           x.size(2) == blocks && x.size(3) >= 8 && x.size(3) < kMostRuns && x.size(3) % 4 == 0;
 }
 
 // A mask says itself where sequences end, and has the window.

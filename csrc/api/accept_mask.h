@@ -47,6 +47,54 @@ inline std::optional<MaskSizes> accept_mask_from_intervals(const Tensor& interva
     return if_accepted({intervals.size(0), intervals.size(1), intervals.size(2), seqlen_k});
 }
 
+// Of mask_from_documents().
+struct DocumentOptions {
+    std::optional<Tensor> ids, cu_seqlens_q, cu_seqlens_k;
+    int64_t window_left = -1, window_right = -1;
+    bool first_keys_in_window = false;
+
+    auto fields() {
+        return std::tie(ids, cu_seqlens_q, cu_seqlens_k, window_left, window_right,
+                        first_keys_in_window);
+    }
+};
+
+inline bool accepts_offsets_of_documents(const Tensor& first_keys, const DocumentOptions& options) {
+    const auto &cu_q = options.cu_seqlens_q, &cu_k = options.cu_seqlens_k;
+    const auto fits = [&](const Tensor& x) {
+        return x.scalar_type() == ScalarType::Int && x.dim() == 1 && x.numel() > 0 &&
+               x.is_contiguous() && x.device() == first_keys.device() &&
+               x.numel() == cu_q->numel() && x.numel() < int64_t{1} << 31;
+    };
+    return cu_q && cu_k && fits(*cu_q) && fits(*cu_k) && !options.ids &&
+           (first_keys.numel() == 1 || first_keys.numel() == cu_q->numel() - 1);
+}
+
+inline std::optional<MaskSizes> accept_mask_from_documents(const Tensor& first_keys,
+                                                           int64_t seqlen_q, int64_t seqlen_k,
+                                                           const DocumentOptions& options) {
+    if (first_keys.scalar_type() != ScalarType::Int || first_keys.dim() != 1 ||
+        !is_here(first_keys.device()) || seqlen_q < 0 || options.window_left < -1 ||
+        options.window_right < -1)
+        return std::nullopt;
+    MaskSizes sizes{1, 1, seqlen_q, seqlen_k};
+    if (options.ids) {
+        const Tensor& ids = *options.ids;
+        const bool fits =
+            (ids.scalar_type() == ScalarType::Int || ids.scalar_type() == ScalarType::Long) &&
+            ids.dim() == 2 && ids.size(1) == seqlen_q && ids.device() == first_keys.device();
+        if (!fits || seqlen_q != seqlen_k || first_keys.numel() != 1 || options.cu_seqlens_q ||
+            options.cu_seqlens_k)
+            return std::nullopt;
+        sizes.batch = ids.size(0);
+    } else if (options.cu_seqlens_q || options.cu_seqlens_k) {
+        if (!accepts_offsets_of_documents(first_keys, options)) return std::nullopt;
+    } else {
+        sizes.batch = first_keys.numel();
+    }
+    return if_accepted(sizes);
+}
+
 inline std::optional<MaskSizes> accept_mask_from_kinds(const Tensor& kinds) {
     if (!is_mask_input(kinds, ScalarType::Byte) || kinds.size(2) > kMostMaskBlocks ||
         kinds.size(3) > kMostMaskBlocks)

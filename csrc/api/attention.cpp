@@ -42,20 +42,22 @@ Bias bias_of(const Tensor& tensor) {
     return bias;
 }
 
-TileMask tile_mask_of(const Options& options) {
+TileMask tile_mask_of(const Options& options, int heads_q) {
     if (!options.mask_kv_tiles) return {};
     const Tensor &kv_tiles = *options.mask_kv_tiles, &q_tiles = *options.mask_q_tiles;
     const Tensor& words = *options.mask_words;
+    const int heads = static_cast<int>(kv_tiles.size(1));
     return {.kv_tiles = address_of<int>(kv_tiles),
             .q_tiles = address_of<int>(q_tiles),
             .words = address_of<uint32_t>(words),
+            .heads = heads,
+            .by_group = Divisor(heads_q / max_of(heads, 1)),
             .kv_row = static_cast<int>(kv_tiles.size(3)),
             .q_row = static_cast<int>(q_tiles.size(3)),
             .q_blocks = static_cast<int>(kv_tiles.size(2)),
             .kv_blocks = static_cast<int>(q_tiles.size(2)),
             .bits = words.dim() == 6,
-            .by_batch = kv_tiles.size(0) > 1,
-            .by_head = kv_tiles.size(1) > 1};
+            .by_batch = kv_tiles.size(0) > 1};
 }
 
 // The dtype of out, for q's.
@@ -127,7 +129,7 @@ void fill_params(AttentionParams& params, const Sizes& sizes, std::span<const Op
     if (options.alibi_slopes && options.alibi_slopes->dim() == 2)
         params.alibi_batch_stride = options.alibi_slopes->stride(0);
     if (options.bias) params.bias = bias_of(*options.bias);
-    params.tile_mask = tile_mask_of(options);
+    params.tile_mask = tile_mask_of(options, params.heads_q);
     params.sink = data_of<float>(options.sink);
 
     params.q_descale = descale_of(options.q_descale, /*of_queries=*/true);

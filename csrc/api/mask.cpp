@@ -54,16 +54,19 @@ struct NewMask {
         params.words = static_cast<uint32_t*>(words.data_ptr());
     }
     // Of intervals: the words. Returns the workspace of hulls.
-    Tensor set_intervals(const Tensor& intervals) {
+    Tensor set_words_and_hulls() {
         const MakeMaskParams& p = params;
-        set_words(intervals, {p.batch, p.heads, int64_t{p.q_blocks} * kMaskBlock, kMaskWords});
-        params.intervals = input_of<int>(intervals);
-        Tensor hulls = empty(
-            intervals,
-            {p.batch, p.heads, p.q_blocks, static_cast<int64_t>(sizeof(BlockHulls) / sizeof(int))},
-            ScalarType::Int);
-        params.hulls = static_cast<BlockHulls*>(hulls.data_ptr());
-        return hulls;
+        set_words(kv_tiles, {p.batch, p.heads, int64_t{p.q_blocks} * kMaskBlock, kMaskWords});
+        return of_q_blocks(params.hulls);
+    }
+    // A T for each Q block.
+    template <class T>
+    Tensor of_q_blocks(T*& data) const {
+        const int64_t ints = sizeof(T) / sizeof(int);
+        Tensor x =
+            empty(kv_tiles, {params.batch, params.heads, params.q_blocks, ints}, ScalarType::Int);
+        data = static_cast<T*>(x.data_ptr());
+        return x;
     }
 
     std::tuple<Tensor, Tensor, Tensor> make() const {
@@ -91,7 +94,38 @@ std::tuple<Tensor, Tensor, Tensor> mask_from_intervals(const Tensor& intervals, 
     const auto sizes = accept_mask_from_intervals(intervals, seqlen_k);
     if (!sizes) refuse("mask_from_intervals", intervals, seqlen_k);
     NewMask made(intervals, *sizes, kIntervalRunsOfQueries, kIntervalRunsOfKeys);
-    const Tensor hulls = made.set_intervals(intervals);
+    made.params.intervals = input_of<int>(intervals);
+    const Tensor hulls = made.set_words_and_hulls();
+    return made.make();
+}
+
+std::tuple<Tensor, Tensor, Tensor> mask_from_documents(const Tensor& first_keys, int64_t seqlen_q,
+                                                       int64_t seqlen_k,
+                                                       const DocumentOptions& options) {
+    const auto sizes = accept_mask_from_documents(first_keys, seqlen_q, seqlen_k, options);
+    if (!sizes) refuse("mask_from_documents", first_keys, seqlen_q, seqlen_k, options);
+    NewMask made(first_keys, *sizes, kIntervalRunsOfQueries, kIntervalRunsOfKeys);
+    const Tensor hulls = made.set_words_and_hulls();
+    Documents& documents = made.params.documents;
+    const auto side = [](int64_t window) {
+        constexpr int64_t kMost = BandMask::kUnlimited;
+        return static_cast<int>(window < 0 ? kMost : std::min(window, kMost));
+    };
+    documents.mask = {side(options.window_left), side(options.window_right),
+                      options.first_keys_in_window};
+    documents.first_keys = address_of<int>(first_keys);
+    documents.first_keys_stride = first_keys.numel() == 1 ? 0 : first_keys.stride(0);
+    Tensor first_tokens;
+    if (options.ids) {
+        documents.ids = address_of<void>(*options.ids);
+        documents.ids_have_64_bits = options.ids->scalar_type() == ScalarType::Long;
+        for (int dim = 0; dim < 2; ++dim) documents.ids_strides[dim] = options.ids->stride(dim);
+        first_tokens = made.of_q_blocks(documents.first_tokens);
+    } else if (options.cu_seqlens_q) {
+        documents.cu_seqlens_q = address_of<int>(*options.cu_seqlens_q);
+        documents.cu_seqlens_k = address_of<int>(*options.cu_seqlens_k);
+        documents.count = static_cast<int>(options.cu_seqlens_q->numel() - 1);
+    }
     return made.make();
 }
 
@@ -99,7 +133,8 @@ std::tuple<Tensor, Tensor, Tensor> mask_from_blocks(const Tensor& kinds, const T
     const auto sizes = accept_mask_from_blocks(kinds, intervals);
     if (!sizes) refuse("mask_from_blocks", kinds, intervals);
     NewMask made(kinds, *sizes, sizes->kv_blocks(), sizes->q_blocks());
-    const Tensor hulls = made.set_intervals(intervals);
+    made.params.intervals = input_of<int>(intervals);
+    const Tensor hulls = made.set_words_and_hulls();
     made.params.kinds = input_of<uint8_t>(kinds);
     return made.make();
 }
@@ -120,6 +155,7 @@ STABLE_TORCH_LIBRARY_IMPL(flash_ext, CUDA, m) {
     using namespace flash_ext;
     m.impl("mask_from_dense", boxed<mask_from_dense>);
     m.impl("mask_from_intervals", boxed<mask_from_intervals>);
+    m.impl("mask_from_documents", boxed<mask_from_documents>);
     m.impl("mask_from_blocks", boxed<mask_from_blocks>);
     m.impl("mask_from_kinds", boxed<mask_from_kinds>);
 }

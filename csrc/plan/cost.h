@@ -563,7 +563,7 @@ inline Parts choose_parts(const BackwardParams& params, const MaskSummary& mask,
 // and a KV tile that all queries see may take longer than all others of its CTA.
 inline Parts masked_parts(const BackwardParams& params) {
     constexpr int kManyQueries = 8192;
-    const bool alone = params.tile_mask.by_head || params.seqlen_q >= kManyQueries;
+    const bool alone = has_masks_within_groups(params) || params.seqlen_q >= kManyQueries;
     return {alone ? params.heads_q / params.heads_k : 1, 1};
 }
 

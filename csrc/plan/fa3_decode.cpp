@@ -109,7 +109,8 @@ bool plan_fa3_decode(Workspace& workspace, ForwardParams& params, ForwardKernel&
 // stride between them.
 bool may_pack_gqa_of(const AttentionParams& params) {
     return params.alibi_slopes == nullptr && params.bias.data == nullptr &&
-           !params.tile_mask.by_head && params.rng_state == nullptr && params.q.head_stride > 0;
+           !has_masks_within_groups(params) && params.rng_state == nullptr &&
+           params.q.head_stride > 0;
 }
 
 // Will the plan of the call be by the kernel for few queries? It has pages of any size, and all

@@ -94,7 +94,7 @@ FLASH_DEVICE void hide_queries(Scores& s, const VisibleElements<Scores>& visible
                     s.v[m][n][i] = -INFINITY;
 }
 
-// Hides what the mask in memory does not show of 16 queries and of a tile of keys within a block.
+// Hides what the mask in memory does not show of queries and keys within a block.
 template <class Scores>
 FLASH_DEVICE void hide_by_words(Scores& s, const AttentionParams& params, const Sequence& sequence,
                                 int head, int first_query, int first_key) {

@@ -1,5 +1,6 @@
-// Masks of blocks (tile_mask.cuh) from dense masks, intervals of keys and kinds of blocks: the
-// parameters of their kernels, and what the intervals of 128 queries show of each KV block.
+// Masks of blocks (tile_mask.cuh) from dense masks, intervals of keys, documents and kinds of
+// blocks: the parameters of their kernels, what a query sees of its document, and what the
+// intervals of 128 queries show of each KV block.
 #pragma once
 
 #include <bit>
@@ -41,6 +42,52 @@ FLASH_HOST_DEVICE constexpr KeyIntervals tidy(KeyIntervals x, int seqlen_k) {
     if (begin_0 < begin_1) return {begin_0, end_0, begin_1, end_1};
     return {begin_1, end_1, begin_0, end_0};
 }
+
+// The keys of a query's document, and the query's position among all keys.
+struct Document {
+    int begin = 0;
+    int end = 0;
+    int position = 0;
+    int first_keys = 0;  // how many of them every query sees
+};
+
+// What the queries of documents see: a window about the query's position, and the first keys.
+struct DocumentMask {
+    int window_left;  // never negative, as of BandMask
+    int window_right;
+    bool first_keys_in_window;  // are first keys beyond the window's right side hidden?
+
+    FLASH_HOST_DEVICE constexpr KeyIntervals intervals(const Document& x) const {
+        const int low = max_of(x.position - window_left, x.begin);
+        const int high = min_of(x.position + window_right + 1, x.end);
+        const int first = min_of(x.begin + x.first_keys, first_keys_in_window ? high : x.end);
+        return {x.begin, first, max_of(low, first), high};
+    }
+};
+
+// The first tokens of documents within a block of 128: the first and the last one. Without any past
+// all tokens, and -1.
+struct FirstTokens {
+    int first;
+    int last;
+};
+
+// Where documents are: a number for each token, or offsets, or one for all. Each stretch of equal
+// numbers is a document, but negative ones have no keys.
+struct Documents {
+    const void* ids = nullptr;  // (Bm, S)
+    bool ids_have_64_bits = false;
+    int64_t ids_strides[2] = {0, 0};
+    FirstTokens* first_tokens = nullptr;  // (Bm, blocks), of ids
+
+    const int* cu_seqlens_q = nullptr;  // (count + 1)
+    const int* cu_seqlens_k = nullptr;
+    int count = 0;
+
+    const int* first_keys = nullptr;  // of each document, each matrix, or all
+    int64_t first_keys_stride = 0;
+    DocumentMask mask{};
+};
 
 // Blocks begin to end - 1. Rows of none begin past all others.
 struct BlockRange {
@@ -138,7 +185,7 @@ FLASH_HOST_DEVICE constexpr int length_class(int blocks) {
 
 struct MakeMaskParams {
     int batch;     // Bm: B or 1
-    int heads;     // Hm: Hq or 1
+    int heads;     // Hm: Hq, Hk or 1
     int seqlen_q;  // of dense masks and intervals
     int seqlen_k;
     int q_blocks;
@@ -146,9 +193,10 @@ struct MakeMaskParams {
 
     MaskInput<uint8_t> dense;     // (Bm, Hm, Sq, Sk) bools, or null
     MaskInput<int> intervals;     // (Bm, Hm, Sq, 4), or null
+    Documents documents;          // in place of intervals if it has first_keys
     MaskInput<uint8_t> kinds;     // (Bm, Hm, Q blocks, KV blocks), or null. With intervals: 0 hides
     uint8_t* new_kinds;           // the same of a dense mask, contiguous
-    BlockHulls* hulls = nullptr;  // (Bm, Hm, Q blocks), of intervals
+    BlockHulls* hulls = nullptr;  // (Bm, Hm, Q blocks), of intervals and documents
 
     int* kv_tiles;    // (Bm, Hm, Q blocks, kv_row)
     int* q_tiles;     // (Bm, Hm, KV blocks, q_row)

@@ -28,16 +28,17 @@ inline constexpr int kMostMaskBlocks = 65535;  // whose numbers have 16 bits
 // Which blocks of 128 queries and 128 keys are visible, and what of them: see tile_mask.cuh. Null
 // where there is no such mask.
 struct TileMask {
-    const int* kv_tiles = nullptr;    // (B or 1, Hq or 1, Q blocks, kv_row): rows of runs
-    const int* q_tiles = nullptr;     // (B or 1, Hq or 1, KV blocks, q_row)
-    const uint32_t* words = nullptr;  // (B or 1, Hq or 1, Q blocks, KV blocks if bits, 128, 4)
+    const int* kv_tiles = nullptr;    // (B or 1, heads, Q blocks, kv_row): rows of runs
+    const int* q_tiles = nullptr;     // (B or 1, heads, KV blocks, q_row)
+    const uint32_t* words = nullptr;  // (B or 1, heads, Q blocks, KV blocks if bits, 128, 4)
+    int heads = 1;                    // Hq, Hk or 1
+    Divisor by_group;                 // the query heads that share a mask
     int kv_row = 0;
     int q_row = 0;
     int q_blocks = 0;
     int kv_blocks = 0;
     bool bits = false;  // words are bits of keys, otherwise two intervals of keys
     bool by_batch = false;
-    bool by_head = false;
 };
 
 // x = x_8bit * descale. Strides in elements; 0 where one value serves all. `last` is the stride of
@@ -204,6 +205,11 @@ inline OptionSet options_of(const AttentionParams& params) {
            only_if(params.rng_state != nullptr, kDropout) | only_if(!params.aligned, kUnaligned) |
            only_if(params.pages.table != nullptr, kPages) |
            only_if(params.tile_mask.kv_tiles != nullptr, kMask);
+}
+
+// Have query heads that share K and V masks of their own?
+inline bool has_masks_within_groups(const AttentionParams& params) {
+    return params.tile_mask.heads > params.heads_k;
 }
 
 // Can FA2 bring tiles of the bias to shared memory, if it is in 16 bits, with rows that start on

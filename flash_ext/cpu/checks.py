@@ -302,7 +302,7 @@ def _check_mask(q: Tensor, k: Tensor, options: Options, batch: int) -> None:
     if max(blocks_q, blocks_k) > MOST_MASK_BLOCKS:
         most = f"for at most {MOST_MASK_BLOCKS} blocks of {MASK_BLOCK} queries, and of keys"
         refuse("mask_kv_tiles", most, f"{blocks_q} and {blocks_k}")
-    heads = q.shape[2]
+    heads, heads_k = q.shape[2], k.shape[2]
     matrices = tuple(kv_tiles.shape[:2])
     for name, x, blocks in (
         ("mask_kv_tiles", kv_tiles, blocks_q),
@@ -310,9 +310,10 @@ def _check_mask(q: Tensor, k: Tensor, options: Options, batch: int) -> None:
     ):
         shape = tuple(x.shape)
         runs = shape[-1] if shape else 0
-        broadcasts = len(shape) == 4 and shape[0] in (1, batch) and shape[1] in (1, heads)
+        broadcasts = len(shape) == 4 and shape[0] in (1, batch) and shape[1] in (1, heads, heads_k)
         if not broadcasts or shape[2] != blocks or not 8 <= runs < 2**31 or runs % 4 != 0:
-            sizes = f"(1 or batch = {batch}, 1 or heads_q = {heads}, {blocks} blocks, runs)"
+            heads_of = f"1, heads_q = {heads} or heads_k = {heads_k}"
+            sizes = f"(1 or batch = {batch}, {heads_of}, {blocks} blocks, runs)"
             refuse(name, f"of shape {sizes}, runs at least 8 and a multiple of 4", shape)
     _require_shape("mask_q_tiles", q_tiles, (*matrices, *q_tiles.shape[2:]), "mask_kv_tiles' sizes")
     intervals = (*matrices, blocks_q * MASK_BLOCK, 4)

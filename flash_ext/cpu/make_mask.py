@@ -7,15 +7,17 @@ conditions). The lists are the CUDA kernels', run by run.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops.checks import refuse, require_device
+from ..ops.checks import refuse, require_device, require_ints
 from ..ops.mask import HEADER, INTERVAL_RUNS, blocks_of, capacity_of
 from ..ops.options import MASK_BLOCK, MOST_MASK_BLOCKS
 from ..ops.schemas import library
+from .documents import intervals_of
 from .tile_mask import FULL, PARTIAL, pack_bits
 
 _NONE = MOST_MASK_BLOCKS
@@ -53,6 +55,62 @@ def check_mask_from_intervals(intervals: Tensor, seqlen_k: int) -> None:
     _require_sizes(
         "intervals", intervals.shape[:2], blocks_of(intervals.shape[2]), blocks_of(seqlen_k)
     )
+
+
+def check_mask_from_documents(
+    first_keys: Tensor,
+    seqlen_q: int,
+    seqlen_k: int,
+    *,
+    ids: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    window_left: int,
+    window_right: int,
+    first_keys_in_window: bool,
+) -> None:
+    """Check the arguments of `mask_from_documents`."""
+    if first_keys.dtype != torch.int32:
+        refuse("first_keys", "int32", first_keys.dtype)
+    if first_keys.dim() != 1:
+        refuse("first_keys", "of one dimension", tuple(first_keys.shape))
+    for name, value, least in (
+        ("seqlen_q", seqlen_q, 0),
+        ("seqlen_k", seqlen_k, 0),
+        ("window_left", window_left, -1),
+        ("window_right", window_right, -1),
+    ):
+        if value < least:
+            refuse(name, f"at least {least}", value)
+    batch = first_keys.shape[0]
+    offsets = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    if ids is not None:
+        for name, x in offsets.items():
+            if x is not None:
+                refuse(name, "None with ids", "a tensor")
+        if ids.dtype not in (torch.int32, torch.int64):
+            refuse("ids", "int32 or int64", ids.dtype)
+        require_device("ids", ids, first_keys)
+        if ids.dim() != 2 or ids.shape[1] != seqlen_q:
+            refuse("ids", f"of shape (batch, seqlen_q = {seqlen_q})", tuple(ids.shape))
+        if seqlen_k != seqlen_q:
+            refuse("seqlen_k", f"seqlen_q = {seqlen_q} with ids", seqlen_k)
+        if batch != 1:
+            refuse("first_keys", "one number with ids", batch)
+        batch = ids.shape[0]
+    elif cu_seqlens_q is not None or cu_seqlens_k is not None:
+        for name, x in offsets.items():
+            if x is None:
+                refuse(name, "given, as is the other of cu_seqlens_q and cu_seqlens_k", None)
+            count = x.numel() if cu_seqlens_q is None else cu_seqlens_q.numel()
+            require_ints(name, x, (count,), first_keys)
+            if count == 0 or not x.is_contiguous():
+                got = f"shape {tuple(x.shape)} and strides {x.stride()}"
+                refuse(name, "contiguous, of shape (n + 1)", got)
+            if batch not in (1, count - 1):
+                refuse("first_keys", f"of 1 or n = {count - 1} numbers", batch)
+        batch = 1
+    _require_sizes("the mask", torch.Size((batch, 1)), blocks_of(seqlen_q), blocks_of(seqlen_k))
 
 
 def check_mask_from_kinds(kinds: Tensor) -> None:
@@ -276,6 +334,31 @@ def _words(intervals: Tensor, seqlen_k: int) -> Tensor:
     return F.pad(words, (0, 0, 0, -words.shape[2] % MASK_BLOCK))
 
 
+def _mask_from_documents_cpu(
+    first_keys: Tensor,
+    seqlen_q: int,
+    seqlen_k: int,
+    *,
+    ids: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    window_left: int = -1,
+    window_right: int = -1,
+    first_keys_in_window: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    given: dict[str, Any] = {
+        "ids": ids,
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "window_left": window_left,
+        "window_right": window_right,
+        "first_keys_in_window": first_keys_in_window,
+    }
+    check_mask_from_documents(first_keys, seqlen_q, seqlen_k, **given)
+    found = intervals_of(first_keys, seqlen_q, seqlen_k, **given)
+    return _mask_from_intervals_cpu(found, seqlen_k)
+
+
 def _mask_from_intervals_cpu(intervals: Tensor, seqlen_k: int) -> tuple[Tensor, Tensor, Tensor]:
     check_mask_from_intervals(intervals, seqlen_k)
     words = _words(intervals, seqlen_k)
@@ -299,5 +382,6 @@ def _mask_from_kinds_cpu(kinds: Tensor) -> tuple[Tensor, Tensor]:
 
 library.impl("mask_from_dense", _mask_from_dense_cpu, "CPU")
 library.impl("mask_from_intervals", _mask_from_intervals_cpu, "CPU")
+library.impl("mask_from_documents", _mask_from_documents_cpu, "CPU")
 library.impl("mask_from_blocks", _mask_from_blocks_cpu, "CPU")
 library.impl("mask_from_kinds", _mask_from_kinds_cpu, "CPU")

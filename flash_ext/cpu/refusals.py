@@ -20,6 +20,7 @@ from .into import check_into, check_plain_call
 from .make_mask import (
     check_mask_from_blocks,
     check_mask_from_dense,
+    check_mask_from_documents,
     check_mask_from_intervals,
     check_mask_from_kinds,
 )
@@ -80,9 +81,15 @@ OF_APPEND = (
 )
 """The arguments of `append_kv`."""
 
+_OF_DOCUMENTS = (
+    "Tensor first_keys, SymInt seqlen_q, SymInt seqlen_k, *, Tensor? ids, Tensor? cu_seqlens_q,"
+    " Tensor? cu_seqlens_k, SymInt window_left, SymInt window_right, bool first_keys_in_window"
+)
+
 MASK_CHECKS: dict[str, Callable[..., object]] = {
     "mask_from_dense(Tensor mask": check_mask_from_dense,
     "mask_from_intervals(Tensor intervals, SymInt seqlen_k": check_mask_from_intervals,
+    f"mask_from_documents({_OF_DOCUMENTS}": check_mask_from_documents,
     "mask_from_blocks(Tensor kinds, Tensor intervals": check_mask_from_blocks,
     "mask_from_kinds(Tensor kinds": check_mask_from_kinds,
 }

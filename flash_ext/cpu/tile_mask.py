@@ -1,7 +1,7 @@
 """Masks as lists of blocks: what the three tensors of a `flash_ext.Mask` say.
 
 A block is 128 queries by 128 keys. There are nQ = ⌈Sq / 128⌉ by nK = ⌈Sk / 128⌉ of them; Bm is B or
-1, Hm is Hq or 1.
+1, Hm is Hq, Hk or 1.
 
 - kv_tiles (Bm, Hm, nQ, R), int32: for each block of queries a row of runs, [full, partial, runs,
   order, run, run, …]. A run is a first block of keys | count << 16. All queries of a full block see
@@ -83,11 +83,19 @@ def dense_mask(kv_tiles: Tensor, words: Tensor, sizes: tuple[int, int]) -> Tenso
     return shown.logical_or_(kinds == FULL)[:, :, : sizes[0], : sizes[1]]
 
 
+def by_query_heads(visible: Tensor, heads: int) -> Tensor:
+    """A dense mask (Bm, Hm, Sq, Sk) that can be used beside so many query heads."""
+    if 1 in (heads, visible.shape[1]) or heads % visible.shape[1] != 0:
+        return visible
+    return visible.repeat_interleave(heads // visible.shape[1], 1)
+
+
 def mask_as_bias(q: Tensor, k: Tensor, options: Options) -> Options:
     """The options with the mask in the bias, for q (B, Sq, Hq, D) and k (B, Sk, Hk, D)."""
     if options.mask_kv_tiles is None or options.mask_words is None:
         return options
     bias = dense_mask(options.mask_kv_tiles, options.mask_words, (q.shape[1], k.shape[1]))
+    bias = by_query_heads(bias, q.shape[2])
     if options.bias is not None and options.bias.dtype == torch.bool:
         bias = options.bias & bias
     elif options.bias is not None:

@@ -44,7 +44,13 @@ from .append_kv import append_kv
 from .autograd import SUBCLASS_MODULES, register_subclasses
 from .binary import Build, checksum_agrees, cuda_build, cuda_missing, cuda_targets
 from .call import autocasts, forward, is_real
-from .mask import mask_from_blocks, mask_from_dense, mask_from_intervals, mask_from_kinds
+from .mask import (
+    mask_from_blocks,
+    mask_from_dense,
+    mask_from_documents,
+    mask_from_intervals,
+    mask_from_kinds,
+)
 from .schemas import bwd, check, fwd, library
 from .sum_rows import combine_parts, copy_rows, sum_rows
 
@@ -70,6 +76,7 @@ __all__ = [
     "is_real",
     "mask_from_blocks",
     "mask_from_dense",
+    "mask_from_documents",
     "mask_from_intervals",
     "mask_from_kinds",
     "register_subclasses",

@@ -174,6 +174,7 @@ if cuda_missing is not None:
         "bwd_into",
         "mask_from_dense",
         "mask_from_intervals",
+        "mask_from_documents",
         "mask_from_blocks",
         "mask_from_kinds",
     ):

@@ -10,6 +10,17 @@ makes one of int32 (Bm, Hm, Sq, 4): two half-open intervals of keys for each que
 begin, end, of which only what lies within seqlen_k keys counts. The words have them in ascending
 order, and as one where they touch.
 
+    mask_from_documents(
+        first_keys, seqlen_q, seqlen_k, *, ids, cu_seqlens_q, cu_seqlens_k, window_left,
+        window_right, first_keys_in_window
+    ) -> (kv_tiles, q_tiles, words)
+
+makes one of documents, each with its own queries and keys: those of equal neighbors in ids, int32
+or int64 (Bm, S), where negative ones see nothing; those of offsets, int32 (n + 1); or one of all. A
+query sees a window about its position, bottom-right, and the first keys of its document: their
+number is int32 (1) or one of each document, (n), or matrix, (Bm). first_keys_in_window: none of
+them beyond the window's right side.
+
     mask_from_blocks(kinds, intervals) -> (kv_tiles, q_tiles, words)
 
 makes one of uint8 (Bm, Hm, nQ, nK): of a block of 128 queries and 128 keys that is not 0 a query
@@ -45,14 +56,23 @@ library.define(
     tags=_TAGS,
 )
 library.define(
+    "mask_from_documents(Tensor first_keys, SymInt seqlen_q, SymInt seqlen_k, *, Tensor? ids=None,"
+    " Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, SymInt window_left=-1,"
+    f" SymInt window_right=-1, bool first_keys_in_window=False) -> ({_LISTS}, Tensor words)",
+    tags=_TAGS,
+)
+library.define(
     f"mask_from_blocks(Tensor kinds, Tensor intervals) -> ({_LISTS}, Tensor words)", tags=_TAGS
 )
 library.define(f"mask_from_kinds(Tensor kinds) -> ({_LISTS})", tags=_TAGS)
 mask_from_dense: Any = torch.ops.flash_ext.mask_from_dense.default
 mask_from_intervals: Any = torch.ops.flash_ext.mask_from_intervals.default
+mask_from_documents: Any = torch.ops.flash_ext.mask_from_documents.default
 mask_from_blocks: Any = torch.ops.flash_ext.mask_from_blocks.default
 mask_from_kinds: Any = torch.ops.flash_ext.mask_from_kinds.default
-for _op in (mask_from_dense, mask_from_intervals, mask_from_blocks, mask_from_kinds):
+for _op in (
+    *(mask_from_dense, mask_from_intervals, mask_from_documents, mask_from_blocks, mask_from_kinds),
+):
     register_no_gradient(library, _op)
 
 HEADER = 4
@@ -87,10 +107,36 @@ def _dense_fake(mask: Tensor) -> tuple[Tensor, ...]:
     return *lists, mask.new_empty(words, dtype=torch.int32)
 
 
+def _of_intervals(
+    like: Tensor, matrices: tuple[Any, ...], seqlen_q: Any, seqlen_k: Any
+) -> tuple[Tensor, ...]:
+    blocks_q = blocks_of(seqlen_q)
+    lists = _lists(like, matrices, (blocks_q, blocks_of(seqlen_k)), INTERVAL_RUNS)
+    return *lists, like.new_empty((*matrices, blocks_q * MASK_BLOCK, 4))
+
+
 def _intervals_fake(intervals: Tensor, seqlen_k: int) -> tuple[Tensor, ...]:
-    matrices, blocks_q = tuple(intervals.shape[:2]), blocks_of(intervals.shape[2])
-    lists = _lists(intervals, matrices, (blocks_q, blocks_of(seqlen_k)), INTERVAL_RUNS)
-    return *lists, intervals.new_empty((*matrices, blocks_q * MASK_BLOCK, 4))
+    *matrices, seqlen_q, _ = intervals.shape
+    return _of_intervals(intervals, tuple(matrices), seqlen_q, seqlen_k)
+
+
+def _documents_fake(
+    first_keys: Tensor,
+    seqlen_q: int,
+    seqlen_k: int,
+    *,
+    ids: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    window_left: int = -1,
+    window_right: int = -1,
+    first_keys_in_window: bool = False,
+) -> tuple[Tensor, ...]:
+    given = {"ids": ids, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    require_one_device(first_keys, **given)
+    batch = first_keys.shape[0] if cu_seqlens_q is None else 1
+    batch = batch if ids is None else ids.shape[0]
+    return _of_intervals(first_keys, (batch, 1), seqlen_q, seqlen_k)
 
 
 def _kinds_fake(kinds: Tensor) -> tuple[Tensor, Tensor]:
@@ -106,5 +152,6 @@ def _blocks_fake(kinds: Tensor, intervals: Tensor) -> tuple[Tensor, ...]:
 
 register_fake("flash_ext::mask_from_dense", _dense_fake, lib=library)
 register_fake("flash_ext::mask_from_intervals", _intervals_fake, lib=library)
+register_fake("flash_ext::mask_from_documents", _documents_fake, lib=library)
 register_fake("flash_ext::mask_from_blocks", _blocks_fake, lib=library)
 register_fake("flash_ext::mask_from_kinds", _kinds_fake, lib=library)

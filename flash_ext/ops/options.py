@@ -120,21 +120,22 @@ class Options:
     )
     mask_kv_tiles: Tensor | None = _option(
         None,
-        "int32 (B or 1, Hq or 1, blocks of 128 queries, R): the blocks of keys that each one sees,"
-        " as runs; see `flash_ext.Mask`, which makes these three",
+        "int32 (B or 1, Hq, Hk or 1, blocks of 128 queries, R): the blocks of keys that each one"
+        " sees, as runs; see `flash_ext.Mask`, which makes these three",
         variants=MASK_VARIANTS,
         dims=("batch", "heads", "blocks", "runs"),
     )
     mask_q_tiles: Tensor | None = _option(
         None,
-        "int32 (B or 1, Hq or 1, blocks of 128 keys, R): the blocks of queries that see each one",
+        "int32 (B or 1, Hq, Hk or 1, blocks of 128 keys, R): the blocks of queries that see each"
+        " one",
         variants=MASK_VARIANTS,
         dims=("batch", "heads", "blocks", "runs"),
     )
     mask_words: Tensor | None = _option(
         None,
-        "int32: of a query two intervals of keys, (B or 1, Hq or 1, rows of blocks, 4), or of a"
-        " pair of blocks bits, (B or 1, Hq or 1, blocks of queries, blocks of keys, 128, 4)",
+        "int32: of a query two intervals of keys, (B or 1, Hq, Hk or 1, rows of blocks, 4), or of a"
+        " pair of blocks bits, (B or 1, Hq, Hk or 1, blocks of queries, blocks of keys, 128, 4)",
         variants=MASK_VARIANTS,
         dims=("batch", "heads", "queries", "words"),
     )

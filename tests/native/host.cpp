@@ -63,6 +63,11 @@ std::string refused_mask_from_intervals(const Tensor& intervals, int64_t seqlen_
     return words_of(accept_mask_from_intervals(intervals, seqlen_k).has_value(),
                     refusal("mask_from_intervals", intervals, seqlen_k));
 }
+std::string refused_mask_from_documents(const Tensor& first_keys, int64_t seqlen_q,
+                                        int64_t seqlen_k, const DocumentOptions& options) {
+    return words_of(accept_mask_from_documents(first_keys, seqlen_q, seqlen_k, options).has_value(),
+                    refusal("mask_from_documents", first_keys, seqlen_q, seqlen_k, options));
+}
 std::string refused_mask_from_blocks(const Tensor& kinds, const Tensor& intervals) {
     return words_of(accept_mask_from_blocks(kinds, intervals).has_value(),
                     refusal("mask_from_blocks", kinds, intervals));
@@ -134,6 +139,7 @@ STABLE_TORCH_LIBRARY_IMPL(flash_ext, CPU, m) {
     m.impl("refused_append_kv", flash_ext::boxed<flash_ext::refused_append_kv>);
     m.impl("refused_mask_from_dense", flash_ext::boxed<flash_ext::refused_mask_from_dense>);
     m.impl("refused_mask_from_intervals", flash_ext::boxed<flash_ext::refused_mask_from_intervals>);
+    m.impl("refused_mask_from_documents", flash_ext::boxed<flash_ext::refused_mask_from_documents>);
     m.impl("refused_mask_from_blocks", flash_ext::boxed<flash_ext::refused_mask_from_blocks>);
     m.impl("refused_mask_from_kinds", flash_ext::boxed<flash_ext::refused_mask_from_kinds>);
 }

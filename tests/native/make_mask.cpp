@@ -31,9 +31,29 @@ T* result(uint64_t address) {
     return reinterpret_cast<T*>(address);
 }
 
+// Addresses of first tokens, offsets of q and of k, and numbers of first keys; 0 for none. numbers:
+// of documents, the sides of the window, whether it has the first keys, and the stride of their
+// numbers.
+Documents documents_of(Input ids, bool ids_have_64_bits, std::array<uint64_t, 4> addresses,
+                       std::array<int, 5> numbers) {
+    Documents documents{.ids = reinterpret_cast<const void*>(ids.data),
+                        .ids_have_64_bits = ids_have_64_bits,
+                        .ids_strides = {ids.strides[0], ids.strides[1]},
+                        .first_tokens = result<FirstTokens>(addresses[0]),
+                        .cu_seqlens_q = result<int>(addresses[1]),
+                        .cu_seqlens_k = result<int>(addresses[2]),
+                        .count = numbers[0],
+                        .first_keys = result<int>(addresses[3]),
+                        .first_keys_stride = numbers[4]};
+    const auto side = [](int window) { return window < 0 ? BandMask::kUnlimited : window; };
+    documents.mask = {side(numbers[1]), side(numbers[2]), numbers[3] != 0};
+    return documents;
+}
+
 // sizes: Bm, Hm, Sq, Sk; rows: the ints of rows of kv_tiles and q_tiles.
-bool make(std::array<int, 4> sizes, Input dense, Input intervals, Input kinds, uint64_t hulls,
-          uint64_t kv_tiles, uint64_t q_tiles, uint64_t words, std::array<int, 2> rows) {
+bool make(std::array<int, 4> sizes, Input dense, Input intervals, Input kinds,
+          const Documents& documents, uint64_t hulls, uint64_t kv_tiles, uint64_t q_tiles,
+          uint64_t words, std::array<int, 2> rows) {
     MakeMaskParams params{};
     params.batch = sizes[0];
     params.heads = sizes[1];
@@ -44,6 +64,7 @@ bool make(std::array<int, 4> sizes, Input dense, Input intervals, Input kinds, u
     params.dense = dense;
     params.intervals = intervals;
     params.kinds = kinds;
+    params.documents = documents;
     params.new_kinds = result<uint8_t>(kinds.data);
     params.hulls = result<BlockHulls>(hulls);
     params.kv_tiles = result<int>(kv_tiles);
@@ -62,6 +83,7 @@ PYBIND11_MODULE(flash_ext_make_mask, m) {
     namespace py = pybind11;
     using namespace flash_ext;
     py::class_<Input>(m, "Input").def(py::init<uint64_t, std::array<int64_t, 4>>());
+    py::class_<Documents>(m, "Documents").def(py::init<>()).def(py::init(&documents_of));
     m.def("make", &make);
     // The bytes of a dense mask that were read by more than one at a time, since the last call.
     m.def("loads", [] {

@@ -81,7 +81,7 @@ std::vector<std::array<int, 3>> listed_q_tiles(const std::vector<int>& rows, int
     params.tile_mask.kv_tiles = params.tile_mask.q_tiles = rows.data();
     params.tile_mask.kv_blocks = 1;
     params.tile_mask.q_row = static_cast<int>(rows.size()) / heads;
-    params.tile_mask.by_head = true;
+    params.tile_mask.heads = heads;
     Sequence sequence{};
     sequence.seqlen_q = seqlen_q;
     const QTileList<kPerBlock> list{params, sequence, {0, 0}, 0, 0};

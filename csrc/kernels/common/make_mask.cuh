@@ -4,37 +4,55 @@
 //     intervals       are copied; of each Q block their hull gives the row of runs, and of all
 //                     hulls each KV block has a hull of Q blocks, in which one run may be full
 //                     and one hidden
+//     documents       say what the intervals are (mask_documents.cuh)
 //     kinds           become rows of runs; where intervals cut them, a hull says how
 //
-// At last each row says which row is the next longest (tile_mask.cuh). A warp has a row of runs, or
-// a Q block, or all rows of a matrix.
+// At last each row says which row is the next longest (tile_mask.cuh). A warp has a row of runs or
+// a Q block, a CTA all rows of a matrix.
 #pragma once
 
 #include <bit>
 
 #include "kernels/common/launch.cuh"
+#include "kernels/common/mask_documents.cuh"
 #include "kernels/common/pack_mask.cuh"
 #include "problem/make_mask.cuh"
+#include "tile/copy.cuh"
 #include "tile/warp_prefix.cuh"
 
 namespace flash_ext {
 
-inline constexpr int kMakeMaskThreads = 128;
-inline constexpr uint32_t kAllLanes = 0xffffffff;
-
-FLASH_DEVICE int64_t warp_index() {
-    return (int64_t{blockIdx.x} * kMakeMaskThreads + threadIdx.x) / 32;
-}
-
 // --- Intervals ---
 
-FLASH_DEVICE KeyIntervals load_intervals(const MakeMaskParams& params, int batch, int head,
-                                         int query) {
-    if (query >= params.seqlen_q) return {};
-    const int* x = params.intervals.row(batch, head, query);
-    const int64_t stride = params.intervals.strides[3];
-    return tidy({x[0], x[stride], x[2 * stride], x[3 * stride]}, params.seqlen_k);
-}
+// Where the intervals of a Q block are from.
+enum class IntervalSource { kGiven, kOffsets, kIds };
+
+template <IntervalSource kSource>
+struct IntervalsOfBlock {
+    const MakeMaskParams& params;
+    int batch, head, block;
+
+    FLASH_DEVICE KeyIntervals at(int, int query) const {
+        if constexpr (kSource == IntervalSource::kOffsets)
+            return params.documents.mask.intervals(document_by_offsets(params, batch, query));
+        const int* x = params.intervals.row(batch, head, query);
+        const int64_t stride = params.intervals.strides[3];
+        return {x[0], x[stride], x[2 * stride], x[3 * stride]};
+    }
+};
+template <>
+struct IntervalsOfBlock<IntervalSource::kIds> {
+    const MakeMaskParams& params;
+    int batch, head, block;
+    DocumentsOfBlock found{params, batch, block};
+    int first_keys = min_of(max_of(*params.documents.first_keys, 0), params.seqlen_k);
+
+    // i: which one of the lane's tokens.
+    FLASH_DEVICE KeyIntervals at(int i, int query) const {
+        if (document_id(params.documents, batch, query) < 0) return {};
+        return params.documents.mask.intervals({found.begins[i], found.ends[i], query, first_keys});
+    }
+};
 
 // At once, not by halfwords.
 FLASH_DEVICE BlockHulls load_hulls(const BlockHulls* hulls) {
@@ -92,6 +110,7 @@ struct LongestRun {
 };
 
 // The words and the hull of a Q block; without kinds also its row of runs.
+template <IntervalSource kSource>
 __global__ void __launch_bounds__(kMakeMaskThreads)
     mask_hulls_kernel(const __grid_constant__ MakeMaskParams params) {
     const int64_t row = warp_index();
@@ -100,14 +119,17 @@ __global__ void __launch_bounds__(kMakeMaskThreads)
     const int matrix = static_cast<int>(row / params.q_blocks);
     const int lane = threadIdx.x % 32;
     auto* words = reinterpret_cast<KeyIntervals*>(params.words) + row * kMaskBlock;
+    const IntervalsOfBlock<kSource> intervals{params, matrix / params.heads, matrix % params.heads,
+                                              q_block};
     Hull first, second;
 #pragma unroll
-    for (int i = lane; i < kMaskBlock; i += 32) {
-        const int query = q_block * kMaskBlock + i;
+    for (int i = 0; i < kMaskBlock / 32; ++i) {
+        const int query = q_block * kMaskBlock + 32 * i + lane;
+        const bool exists = query < params.seqlen_q;
         const KeyIntervals x =
-            load_intervals(params, matrix / params.heads, matrix % params.heads, query);
-        words[i] = x;
-        if (query >= params.seqlen_q) continue;
+            exists ? tidy(intervals.at(i, query), params.seqlen_k) : KeyIntervals{};
+        words[32 * i + lane] = x;
+        if (!exists) continue;
         first.add(x.begin_0, x.end_0);
         second.add(x.begin_1, x.end_1);
     }
@@ -250,16 +272,25 @@ __global__ void __launch_bounds__(kMakeMaskThreads)
 
 // --- The order of rows ---
 
+inline constexpr int kOrderThreads = 512;
+inline constexpr int kOrderWarps = kOrderThreads / 32;
+
+// Of each class and each warp: how many of the warp's rows have it, then where the next one comes.
+struct OrderStorage {
+    int places[kLengthClasses][kOrderWarps];
+};
+
 // Calls visit(class, lanes of which a row has it, this lane's row) for the classes of each 32 rows.
 template <class Visit>
-FLASH_DEVICE void for_each_class(const int* rows, int stride, int count, Visit visit) {
+FLASH_DEVICE void for_each_class(const int* rows, int stride, int begin, int end, Visit visit) {
     const int lane = threadIdx.x % 32;
     const auto class_of = [&](int row) {
-        const int* x = rows + int64_t{row} * stride;
-        return row < count ? length_class(x[0] + x[1]) : -1;
+        if (row >= end) return -1;
+        const int2 x = *reinterpret_cast<const int2*>(rows + int64_t{row} * stride);
+        return length_class(x.x + x.y);
     };
-    int next = class_of(lane);
-    for (int base = 0; base < count; base += 32) {
+    int next = class_of(begin + lane);
+    for (int base = begin; base < end; base += 32) {
         const int own = next;
         next = class_of(base + 32 + lane);
         for (uint32_t left = __ballot_sync(kAllLanes, own >= 0); left != 0;) {
@@ -271,30 +302,50 @@ FLASH_DEVICE void for_each_class(const int* rows, int stride, int count, Visit v
     }
 }
 
+// By one warp: from counts to places, first by class, then by warp. A lane has two classes.
+FLASH_DEVICE void set_places(OrderStorage& storage) {
+    static_assert(kLengthClasses == 2 * 32);
+    int* counts = storage.places[2 * (threadIdx.x % 32)];
+    int total = 0;
+    for (int i = 0; i < 2 * kOrderWarps; ++i) total += counts[i];
+    int place = warp_prefix_sum(total) - total;
+    for (int i = 0; i < 2 * kOrderWarps; ++i) {
+        const int count = counts[i];
+        counts[i] = place;
+        place += count;
+    }
+}
+
 // A counting sort of the rows of a matrix by their classes. Rows of one class stay in order, since
-// neighbors often see the same blocks. A lane has the counts of two classes.
-__global__ void __launch_bounds__(kMakeMaskThreads)
+// neighbors often see the same blocks: a warp has neighbors.
+__global__ void __launch_bounds__(kOrderThreads)
     mask_order_kernel(const __grid_constant__ MakeMaskParams params) {
-    const int64_t matrix = warp_index() / 2;
-    if (matrix >= int64_t{params.batch} * params.heads) return;
-    const bool of_q_blocks = warp_index() % 2 == 0;
+    auto& storage = shared_storage<OrderStorage>();
+    const bool of_q_blocks = blockIdx.x % 2 == 0;
     const int count = of_q_blocks ? params.q_blocks : params.kv_blocks;
     const int stride = of_q_blocks ? params.kv_row : params.q_row;
-    int* rows = (of_q_blocks ? params.kv_tiles : params.q_tiles) + matrix * count * stride;
+    int* rows =
+        (of_q_blocks ? params.kv_tiles : params.q_tiles) + int64_t{blockIdx.x / 2} * count * stride;
+    const int warp = threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
-    int low = 0, high = 0;  // of the classes `lane` and 32 + lane
-    for_each_class(rows, stride, count, [&](int found, uint32_t lanes, int) {
-        if (found % 32 == lane) (found < 32 ? low : high) += __popc(lanes);
+    const int share = ceil_div(count, 32 * kOrderWarps) * 32;
+    const int begin = min_of(warp * share, count), end = min_of(begin + share, count);
+    for (int i = threadIdx.x; i < kLengthClasses * kOrderWarps; i += kOrderThreads)
+        storage.places[i / kOrderWarps][i % kOrderWarps] = 0;
+    __syncthreads();
+    for_each_class(rows, stride, begin, end, [&](int found, uint32_t lanes, int) {
+        if (lane == 0) storage.places[found][warp] += __popc(lanes);
     });
-    // Where the next row of each comes.
-    const int low_end = warp_prefix_sum(low), high_end = warp_prefix_sum(high);
-    high = __shfl_sync(kAllLanes, low_end, 31) + high_end - high;
-    low = low_end - low;
-    for_each_class(rows, stride, count, [&](int found, uint32_t lanes, int row) {
-        const int first = __shfl_sync(kAllLanes, found < 32 ? low : high, found % 32);
+    __syncthreads();
+    if (warp == 0) set_places(storage);
+    __syncthreads();
+    for_each_class(rows, stride, begin, end, [&](int found, uint32_t lanes, int row) {
+        const int first = storage.places[found][warp];
         if (lanes >> lane & 1)
             rows[int64_t{first + __popc(lanes & ~(kAllLanes << lane))} * stride + 3] = row;
-        if (found % 32 == lane) (found < 32 ? low : high) += __popc(lanes);
+        __syncwarp();
+        if (lane == 0) storage.places[found][warp] += __popc(lanes);
+        __syncwarp();
     });
 }
 
@@ -304,23 +355,37 @@ cudaError_t launch_warps(int64_t warps, const MakeMaskParams& params, cudaStream
                                   0, params, stream);
 }
 
+cudaError_t make_hulls(const MakeMaskParams& params, cudaStream_t stream) {
+    using enum IntervalSource;
+    const int64_t rows = int64_t{params.batch} * params.heads * params.q_blocks;
+    if (params.documents.first_keys == nullptr)
+        return launch_warps<mask_hulls_kernel<kGiven>>(rows, params, stream);
+    if (params.documents.ids == nullptr)
+        return launch_warps<mask_hulls_kernel<kOffsets>>(rows, params, stream);
+    const cudaError_t status = launch_warps<mask_first_tokens_kernel>(rows, params, stream);
+    if (status != cudaSuccess) return status;
+    return launch_warps<mask_hulls_kernel<kIds>>(rows, params, stream);
+}
+
 cudaError_t make_mask(const MakeMaskParams& params, cudaStream_t stream) {
     const int64_t matrices = int64_t{params.batch} * params.heads;
     const int64_t q_rows = matrices * params.q_blocks, kv_rows = matrices * params.kv_blocks;
-    const bool has_intervals = params.intervals.data != nullptr;
+    const bool has_hulls =
+        params.intervals.data != nullptr || params.documents.first_keys != nullptr;
     cudaError_t status = cudaSuccess;
     if (params.dense.data != nullptr) status = pack_mask(params, stream);
-    if (has_intervals) status = launch_warps<mask_hulls_kernel>(q_rows, params, stream);
+    if (has_hulls) status = make_hulls(params, stream);
     if (status != cudaSuccess) return status;
     if (params.kinds.data == nullptr) {
         status = launch_warps<mask_columns_kernel>(kv_rows, params, stream);
-    } else if (has_intervals) {
+    } else if (has_hulls) {
         status = launch_warps<mask_rows_kernel<true>>(q_rows + kv_rows, params, stream);
     } else {
         status = launch_warps<mask_rows_kernel<false>>(q_rows + kv_rows, params, stream);
     }
     if (status != cudaSuccess) return status;
-    return launch_warps<mask_order_kernel>(2 * matrices, params, stream);
+    return launch_kernel<mask_order_kernel>(2 * matrices, kOrderThreads, sizeof(OrderStorage),
+                                            params, stream);
 }
 
 }  // namespace flash_ext

@@ -218,23 +218,12 @@ struct Fa1Forward {
             mask_scores(rS, first_key,
                         [&](int row) { return mask.key_range(queries.begin + row); });
         if constexpr (kMayHaveMask)
-            if (has_tile_mask()) hide(rS, q_tile, kv_tile);
+            if (has_tile_mask())
+                hide_by_words(rS, params, sequence, head, queries.begin, first_key);
         for_each_row<kBlockQ>([&](int m, int i, int row) {
             const float x = rS.row_max(m, i);
             if (lane_col() == 0) storage.of_warps[warp].row_max[row] = x;
         });
-    }
-
-    // Hides what the mask of tiles does not show of the warp's keys.
-    FLASH_DEVICE void hide(Scores& rS, int q_tile, int kv_tile) const {
-        if (kind_of_tile(q_tile, kv_tile) == BlockKind::kFull) return;
-        const int first_key = kv_tile * kBlockKV + warp * kKeysPerWarp;
-        const uint32_t* words = words_of(params, sequence.batch, head, q_tile * kBlockQ,
-                                         kv_tile * kBlockKV / kMaskBlock);
-        const auto words_of_row = [&](int row) -> const MaskWords& {
-            return reinterpret_cast<const MaskWords*>(words)[row];
-        };
-        hide_keys(rS, words_of_row, params.tile_mask.bits, /*none=*/false, first_key);
     }
 
     // Line 12: P from S with the maxima of all keys; P and its row sums go to shared memory.

@@ -42,6 +42,9 @@ struct alignas(16) float4 {
 struct alignas(8) uint2 {
     uint32_t x, y;
 };
+struct alignas(8) int2 {
+    int x, y;
+};
 struct alignas(16) uint4 {
     uint32_t x, y, z, w;
 };

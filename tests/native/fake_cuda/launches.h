@@ -1,6 +1,7 @@
-// Launches of kernels without shared memory: threads run one after another. If they exchange values
-// (Lockstep), the threads of a CTA run in turns, each up to its next exchange. All threads that
-// have not ended must reach the same number of them.
+// Launches of kernels without asynchronous copies: threads run one after another. If they exchange
+// values (Lockstep), the threads of a CTA run in turns, each up to its next exchange. All threads
+// of a warp that have not ended must reach the same number of them; at __syncthreads() those of a
+// CTA wait for each other.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -35,6 +36,7 @@ struct Fiber {
 
 std::vector<Fiber> fibers;
 std::vector<int64_t> given, exchanged;
+unsigned turn = 0;
 ucontext_t scheduler;
 std::function<void()> thread_of_kernel;
 
@@ -68,6 +70,7 @@ void launch_in_lockstep(unsigned ctas, unsigned threads, std::function<void()> t
         for (bool any = true; any;) {
             any = false;
             exchanged = given;
+            ++turn;
             for (unsigned i = 0; i < threads; ++i) {
                 if (fibers[i].ended) continue;
                 any = true;
@@ -89,4 +92,20 @@ void launch(unsigned ctas, unsigned threads, size_t, std::function<void()> threa
 
 }  // namespace device
 
-void __syncthreads() {}
+void __syncwarp() {
+    if (device::exchange != nullptr) device::exchange(0);
+}
+void __syncthreads() {
+    if (device::exchange == nullptr) return;
+    static unsigned arrived = 0, passed_in_turn = 0;
+    static uint64_t passed = 0;
+    const uint64_t before = passed;
+    if (++arrived == blockDim.x) {
+        arrived = 0;
+        passed_in_turn = device::turn;
+        ++passed;
+    }
+    // All leave in the same turn: the lanes of a warp have to stay in step.
+    do device::exchange(0);
+    while (passed == before || device::turn == passed_in_turn);
+}
