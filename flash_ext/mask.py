@@ -125,8 +125,8 @@ class Mask:
 
         Args:
             begin, end: integers: (Sq), (Sq, 1 or 2), (B or 1, Hq, Hk or 1, Sq) or (B or 1, Hq,
-                Hk or 1, Sq, 1 or 2). An interval that ends where it begins, or before, is empty; what lies
-                outside of 0 to Sk is cut off.
+                Hk or 1, Sq, 1 or 2). An interval that ends where it begins, or before, is empty;
+                what lies outside of 0 to Sk is cut off.
             seqlen_k: Sk.
 
         Examples:

@@ -2,6 +2,7 @@
 
     python tests/gpu_suite.py                  # all of them; benchmarks/results/<gpu>/tests.json
     python tests/gpu_suite.py --to FILE        # the same, to another file
+    python tests/gpu_suite.py --jobs 16 --parts 32       # 16 processes at a time, 32 in all
     python tests/gpu_suite.py -k varlen -x     # some of them, with options of pytest; no file
     python tests/gpu_suite.py --failed         # those that failed, where a test was wrong
     python tests/gpu_suite.py --failed --to FILE         # those that failed in that file
@@ -27,6 +28,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -82,35 +84,38 @@ def visible_devices(job: int) -> dict[str, str]:
 
 
 def run(
-    jobs: int, options: list[str], folder: Path, tests: Sequence[str] = (str(TESTS),)
+    jobs: int,
+    options: list[str],
+    folder: Path,
+    tests: Sequence[str] = (str(TESTS),),
+    parts: int | None = None,
 ) -> dict[str, Any]:
-    """Run the tests; logs go to the folder. Returns counts, reasons of skips, failures, and which
-    passed on several GPUs."""
+    """Run the tests in so many parts, by default one for each process; logs go to the folder.
+    Returns counts, reasons of skips, failures, and which passed on several GPUs."""
     started = time.monotonic()
-    reports = [folder / f"{i}.json" for i in range(jobs)]
-    logs = [folder / f"{i}.log" for i in range(jobs)]
-    parts = []
-    for i, (report, log) in enumerate(zip(reports, logs, strict=True)):
+    parts = parts or jobs
+    reports = [folder / f"{i}.json" for i in range(parts)]
+    logs = [folder / f"{i}.log" for i in range(parts)]
+
+    def run_part(i: int) -> int:
         command = [
-            sys.executable, "-m", "pytest", *tests, "-m", "gpu", "--part", f"{i}/{jobs}",
-            "--report", str(report), *options,
+            sys.executable, "-m", "pytest", *tests, "-m", "gpu", "--part", f"{i}/{parts}",
+            "--report", str(reports[i]), *options,
         ]  # fmt: skip
-        with log.open("w") as file:
-            parts.append(
-                subprocess.Popen(
-                    command,
-                    cwd=TESTS.parent,
-                    env=visible_devices(i),
-                    stdout=file,
-                    stderr=subprocess.STDOUT,
-                )  # fmt: skip
-            )
-    while any(part.poll() is None for part in parts):
-        time.sleep(1)
-        percents = [re.findall(r"\[ *(\d+)%\]", log.read_text()) for log in logs]
-        done = min(int(found[-1]) if found else 0 for found in percents)
-        if sys.stdout.isatty():
-            print(f"\r{done:3} % of the GPU tests, {jobs} processes", end="", flush=True)
+        with logs[i].open("w") as file:
+            where: Any = {"cwd": TESTS.parent, "env": visible_devices(i)}
+            return subprocess.run(
+                command, **where, stdout=file, stderr=subprocess.STDOUT
+            ).returncode
+
+    with ThreadPoolExecutor(jobs) as pool:
+        running = [pool.submit(run_part, i) for i in range(parts)]
+        while not all(part.done() for part in running):
+            time.sleep(1)
+            percents = [re.findall(r"\[ *(\d+)%\]", x.read_text()) for x in logs if x.exists()]
+            done = sum(int(found[-1]) for found in percents if found) // parts
+            if sys.stdout.isatty():
+                print(f"\r{done:3} % of the GPU tests, {jobs} processes", end="", flush=True)
     print()
 
     counts: Counter[str] = Counter()
@@ -118,12 +123,12 @@ def run(
     several_gpus: dict[str, int] = {}
     failures: list[str] = []
     statuses = []
-    for part, report, log in zip(parts, reports, logs, strict=True):
-        none = part.returncode == NO_TESTS and options  # which may leave a part without any
-        statuses.append(0 if none else part.returncode)
+    for part, report, log in zip(running, reports, logs, strict=True):
+        none = part.result() == NO_TESTS and options  # which may leave a part without any
+        statuses.append(0 if none else part.result())
         if not report.exists():  # the process has crashed
             counts["error"] += 1
-            failures.append(f"a process ended with status {part.returncode}")
+            failures.append(f"a process ended with status {part.result()}")
         else:
             found = json.loads(report.read_text())
             counts.update(found["counts"])
@@ -188,6 +193,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--jobs", type=int, help="processes; default: by cores and GPU memory")
+    parser.add_argument("--parts", type=int, help="of the tests; default: one a process")
     parser.add_argument("--to", type=Path, help="the file, in place of tests.json")
     parser.add_argument("--failed", action="store_true", help="those that failed, once more")
     args, options = parser.parse_known_args()
@@ -198,7 +204,8 @@ def main() -> int:
         if args.failed:
             result = run_failed(Path(folder), args.to)
         else:
-            result = run(args.jobs or default_jobs(), options, Path(folder))
+            jobs = args.jobs or default_jobs()
+            result = run(jobs, options, Path(folder), parts=args.parts)
     print(json.dumps(result, indent=1))
     if options:
         print("these were not all of the tests: nothing is written")

@@ -165,7 +165,7 @@ def test_a_report_in_another_file_says_as_much(
     path, test = tmp_path / "there.json", "tests/test_rule.py::test_it"
     first = {"counts": {"passed": 1, "failed": 1}, "failures": [test], "exit_status": 1}
     again = {"counts": {"passed": 1}, "failures": [], "exit_status": 0, "several_gpus": {}}
-    monkeypatch.setattr(gpu_suite, "run", lambda *x: again if x[3:] == ([test],) else first)
+    monkeypatch.setattr(gpu_suite, "run", lambda *x, **_: again if x[3:] == ([test],) else first)
     arguments = ["gpu_suite", "--jobs", "20", "--to", str(path)]
     monkeypatch.setattr(sys, "argv", arguments)
     assert gpu_suite.main() == 1
@@ -189,22 +189,23 @@ def test_without_a_gpu_nothing_is_written(monkeypatch: pytest.MonkeyPatch) -> No
         gpu_suite.main()
 
 
-def test_a_part_that_crashes_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("jobs", (1, 3))
+def test_a_part_that_crashes_counts(
+    jobs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Parts are added up, and one without a report is an error."""
 
-    class Part:
-        def __init__(self, command: list[str], **_: object) -> None:
-            report = Path(command[command.index("--report") + 1])
-            self.returncode = -11 if report.name == "1.json" else 0
-            if not self.returncode:
-                found = {"counts": {"passed": 2}, "skips": {"why": 1}, "failures": []}
-                report.write_text(json.dumps(found | {"several_gpus": {report.name: 2}}))
+    def part(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        report = Path(command[command.index("--report") + 1])
+        assert command[command.index("--part") + 1] == f"{report.stem}/3"
+        status = -11 if report.name == "1.json" else 0
+        if not status:
+            found = {"counts": {"passed": 2}, "skips": {"why": 1}, "failures": []}
+            report.write_text(json.dumps(found | {"several_gpus": {report.name: 2}}))
+        return subprocess.CompletedProcess(command, status)
 
-        def poll(self) -> int:
-            return self.returncode
-
-    monkeypatch.setattr(gpu_suite.subprocess, "Popen", Part)
-    result = gpu_suite.run(3, [], tmp_path)
+    monkeypatch.setattr(gpu_suite.subprocess, "run", part)
+    result = gpu_suite.run(jobs, [], tmp_path, parts=3)
     assert result["counts"] == {"passed": 4, "error": 1} and result["skips"] == {"why": 2}
     assert result["exit_status"] == 11 and result["failures"] == ["a process ended with status -11"]
     assert result["several_gpus"] == {"0.json": 2, "2.json": 2}
