@@ -29,6 +29,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import flash_ext
 from flash_ext import Mask
+from flash_ext.cpu.tile_mask import by_query_heads
 
 Mod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # (B, S, H, D) each
@@ -53,14 +54,15 @@ def masks_of(case: Json, device: torch.device) -> tuple[Callable[[], Mask], Mod]
         make = partial(Mask.sinks, n, (width - 1, 0), seqlen, device=device)
         return make, lambda b, h, i, j: (j <= i) & ((i - j < width) | (j < n))
     if name == "blocks":
-        blocks = -(-seqlen // 128)
-        count = max(1, int(case["share"] * blocks))
-        scores = torch.rand(1, case["heads"], blocks, blocks, device=device)
+        rows, group = case.get("queries", seqlen), case["heads"] // case["kv_heads"]
+        blocks = [-(-x // 128) for x in (rows, seqlen)]
+        count = max(1, int(case["share"] * blocks[1]))
+        scores = torch.rand(1, case["kv_heads"], *blocks, device=device)
         index = scores.argsort(-1)[..., :count].contiguous()
         counts = torch.full(index.shape[:3], count, device=device)
         shown = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, index, True)[0]
-        make = partial(Mask.blocks, index, counts, seqlen, seqlen)
-        return make, lambda b, h, i, j: shown[h, i // 128, j // 128]
+        make = partial(Mask.blocks, index, counts, rows, seqlen)
+        return make, lambda b, h, i, j: shown[h // group, i // 128, j // 128]
     if name == "random":
         visible = torch.rand(1, 1, seqlen, seqlen, device=device) < case["share"]
         return partial(Mask.dense, visible), lambda b, h, i, j: visible[0, 0, i, j]
@@ -85,17 +87,18 @@ def flex_mask(case: Json, mask: Mask, mod: Mod) -> BlockMask:
     if case["name"] != "blocks":
         batch, heads = (x if x > 1 else None for x in mask.shape[:2])
         return create_block_mask(mod, batch, heads, *mask.shape[2:], device=mask.device)
-    full = mask.kinds() == 1
+    full = by_query_heads(mask.kinds() == 1, case["heads"])
     counts, index = full.sum(-1).int(), (~full).int().argsort(stable=True).int()
-    return BlockMask.from_kv_blocks(torch.zeros_like(counts), index, counts, index, mask_mod=mod)
+    lists = torch.zeros_like(counts), index, counts, index
+    return BlockMask.from_kv_blocks(*lists, mask_mod=mod, seq_lengths=mask.shape[2:])
 
 
-def attends(case: Json, mask: Mask, mod: Mod, device: torch.device) -> dict[str, Attend]:
+def attends(case: Json, mask: Mask, visible: Tensor, mod: Mod) -> dict[str, Attend]:
     """The calls, ours first."""
-    visible, group = mask.to_dense(), case["heads"] // case["kv_heads"]
+    group = case["heads"] // case["kv_heads"]
     given: Any = {"bias": visible} if case["name"] in BOOL else {"mask": mask}
     block_mask = flex_mask(case, mask, mod)
-    compiled = torch.compile(flex_attention) if device.type == "cuda" else flex_attention
+    compiled = torch.compile(flex_attention) if visible.is_cuda else flex_attention
 
     def flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -107,10 +110,10 @@ def attends(case: Json, mask: Mask, mod: Mod, device: torch.device) -> dict[str,
         with PEERS[backend]().around():
             return scaled_dot_product_attention(q, k, v, attn_mask=visible).transpose(1, 2)
 
-    backends = ("efficient", "cudnn") if device.type == "cuda" else ()
+    backends = ("efficient", "cudnn") if visible.is_cuda else ()
     plain = partial(flash_ext.attention, causal=case["name"] == "tree")
-    ours = {"flash_ext": partial(flash_ext.attention, **given), PLAIN: plain}
-    return ours | {"flex": flex} | {name: partial(sdpa, name) for name in backends}
+    calls = {"flash_ext": partial(flash_ext.attention, **given), PLAIN: plain, "flex": flex}
+    return calls | {name: partial(sdpa, name) for name in backends}
 
 
 def times(case: Json, timer: Timer, rounds: int) -> Json:
@@ -125,8 +128,8 @@ def times(case: Json, timer: Timer, rounds: int) -> Json:
     q, k, v = (torch.randn(x, dtype=dtype, device=timer.device) for x in shapes)
     leaves, dout = [x.clone().requires_grad_() for x in (q, k, v)], torch.randn_like(q)
     few = (x[:1, :, :n].float() for x, n in ((q, group), (k, 1), (v, 1)))
-    shown = mask.to_dense()[:1, :group]
-    want, _ = flash_ext.reference.attention(*few, bias=shown)
+    visible = by_query_heads(mask.to_dense(), case["heads"])
+    want, _ = flash_ext.reference.attention(*few, bias=visible[:1, :group])
 
     def forward(attend: Attend) -> tuple[Tensor, ...]:
         with torch.no_grad():
@@ -142,7 +145,7 @@ def times(case: Json, timer: Timer, rounds: int) -> Json:
         return partial(way, attend)
 
     for way in (forward, both):
-        every = attends(case, mask, mod, timer.device).items()
+        every = attends(case, mask, visible, mod).items()
         ready, reasons = prepared(
             {f"{name} {way.__name__}": partial(prepare, name, x, way) for name, x in every}
         )
@@ -154,8 +157,7 @@ def main() -> int:
     parser = common.parser(__doc__, device=True)
     parser.add_argument("--only", nargs="*", help="the names of masks")
     parser.add_argument("--rounds", type=int, default=15, help="calls of each kind")
-    args = parser.parse_args()
-    recorder = common.begin("masks", args)
+    recorder = common.begin("masks", args := parser.parse_args())
     timer = Timer(recorder.device)
     chosen = [x for x in cases(recorder.device) if not args.only or x["name"] in args.only]
     for case in common.progress(chosen, len(chosen), "masks"):

@@ -67,8 +67,7 @@ def measure(provider: Provider, direction: str, args: argparse.Namespace) -> Jso
             end = {"refused": why} if "refused" in reason else {"stopped": f"S = {seqlen}: {why}"}
             break
         points[seqlen], seconds = found
-    growth = {"exponent": exponent(points)} if len(points) > 1 else {}
-    return {"bytes": points, **growth, **end}
+    return {"bytes": points, **({"exponent": exponent(points)} if len(points) > 1 else {}), **end}
 
 
 def is_linear(result: Json) -> bool:

@@ -96,8 +96,7 @@ class Call:
         return function(self.q, self.k, self.v, **self.options, **more)
 
     def refusal(self, variant: str, direction: str) -> str | None:
-        gradients = direction == "backward"
-        return refusal(variant, self.q, self.k, self.v, gradients, **self.options)
+        return refusal(variant, self.q, self.k, self.v, direction == "backward", **self.options)
 
     def first_heads(self) -> Call:
         """The query heads of the first key head in float32, and of a dense call only the first
