@@ -179,6 +179,7 @@ struct Fa3ForwardTiles
         if (tile.kv_tiles.empty()) {
             tile.sequence.seqlen_k = 0;
             tile.kv_tiles = {0, 1};
+            if constexpr (kMask) tile.full_tiles = 0;
         }
         if constexpr (kAlibi) tile.turn = turn_to_diagonal(params, tile, kBlockQ, kBlockKV);
     }
