@@ -409,9 +409,16 @@ def used(rows: Tensor) -> list[list[int]]:
 
 def call_of(case: str, device: str = "cpu") -> tuple[Any, list[Any], dict[str, Any]]:
     """The op, its arguments and its options."""
+    torch.manual_seed(0)  # the same for each device
     name, given = REFUSED[case][1:] if case in REFUSED else (MADE[case][0], MADE[case][1]())
+
+    def there(x: object) -> object:
+        if not isinstance(x, Tensor):
+            return x
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x)
+
     if case not in HUGE:
-        given = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, given)
+        given = tree_map(there, given)
     elif device == "cuda":
         given = (torch.zeros(1, dtype=torch.bool, device=device).expand(given[0].shape),)
     options = given[-1] if isinstance(given[-1], dict) else {}
