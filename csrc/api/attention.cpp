@@ -51,13 +51,13 @@ TileMask tile_mask_of(const Options& options, int heads_q) {
             .q_tiles = address_of<int>(q_tiles),
             .words = address_of<uint32_t>(words),
             .heads = heads,
+            .batch_stride = kv_tiles.size(0) > 1 ? heads : 0,
             .by_group = Divisor(heads_q / max_of(heads, 1)),
             .kv_row = static_cast<int>(kv_tiles.size(3)),
             .q_row = static_cast<int>(q_tiles.size(3)),
             .q_blocks = static_cast<int>(kv_tiles.size(2)),
             .kv_blocks = static_cast<int>(q_tiles.size(2)),
-            .bits = words.dim() == 6,
-            .by_batch = kv_tiles.size(0) > 1};
+            .bits = words.dim() == 6};
 }
 
 // The dtype of out, for q's.

@@ -51,6 +51,8 @@ inline constexpr OptionSet kFa3MaskSplits = OptionSet::kMask | OptionSet::kSplit
 // The widest heads whose forward has registers for a float32 bias, too.
 inline constexpr int kFa3Float32BiasHeadDim = 64;
 inline constexpr OptionSet kFa2Bias = kVarlenSplits | OptionSet::kBias;
+inline constexpr OptionSet kFa2Softcap = kFa3Softcap;
+inline constexpr OptionSet kFa2Dropout = kFa3Dropout;
 inline constexpr OptionSet kFa3Scores =
     kVarlenSplits | OptionSet::kRareScale | OptionSet::kSoftcap | OptionSet::kAlibi;
 inline constexpr OptionSet kAllOptions =

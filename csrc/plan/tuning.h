@@ -53,6 +53,11 @@ struct Fa2ForwardShape {
 inline constexpr OptionSets kFa2Options{4, {kDense, kVarlenSplits, kAllAndMask, kPagesScores}};
 inline constexpr OptionSets kFa2BiasOptions{
     5, {kDense, kVarlenSplits, kFa2Bias, kAllAndMask, kPagesScores}};
+// Models with softcap have head dims 64, 128 and 256, with dropout 64 and 128.
+inline constexpr OptionSets kFa2EveryOptions{
+    7, {kDense, kVarlenSplits, kFa2Softcap, kFa2Dropout, kFa2Bias, kAllAndMask, kPagesScores}};
+inline constexpr OptionSets kFa2SoftcapOptions{
+    5, {kDense, kVarlenSplits, kFa2Softcap, kAllAndMask, kPagesScores}};
 inline constexpr OptionSets kFa2RareOptions{3, {kVarlenSplits, kAllAndMask, kPagesScores}};
 
 // A warp has two blocks of 16 rows where O and S fit in 255 registers per lane, otherwise one. A
@@ -64,6 +69,7 @@ struct Fa2ForwardRow {
     Fa2ForwardShape plain;  // and varlen
     Fa2ForwardShape general;
     Fa2ForwardShape with_bias = plain;  // of kFa2Bias
+    Fa2ForwardShape with_softcap = plain;  // of kFa2Softcap
     // Where shared memory does not suffice for these (163 KB, A100).
     Fa2ForwardShape small_plain = plain;
     Fa2ForwardShape small_general = general;
@@ -75,19 +81,21 @@ inline constexpr Fa2ForwardRow kFa2Forward[] = {
      .plain = {.block_kv = 64, .ctas_per_sm = 3},
      .general = {.block_kv = 64}},
     {.head_dims = {64, 64},
-     .options = kFa2BiasOptions,
+     .options = kFa2EveryOptions,
      .plain = {.block_kv = 128},
      .general = {.block_kv = 64},
-     .with_bias = {.block_kv = 64}},
+     .with_bias = {.block_kv = 64},
+     .with_softcap = {.block_kv = 64}},
     {.head_dims = {96, 96},
      .options = kFa2RareOptions,
      .plain = {.block_kv = 64},
      .general = {.block_kv = 32}},
     {.head_dims = {128, 128},
-     .options = kFa2BiasOptions,
+     .options = kFa2EveryOptions,
      .plain = {.block_kv = 64},
      .general = {.block_kv = 32},
-     .with_bias = {.block_kv = 48}},
+     .with_bias = {.block_kv = 48},
+     .with_softcap = {.block_kv = 32}},
     {.head_dims = {192, 128},
      .options = kFa2RareOptions,
      .plain = {.block_kv = 48},
@@ -97,8 +105,10 @@ inline constexpr Fa2ForwardRow kFa2Forward[] = {
      .plain = {.rows_per_warp = 16, .block_kv = 64, .q_register_cols = 192},
      .general = {.rows_per_warp = 16, .block_kv = 64}},
     {.head_dims = {256, 256},
+     .options = kFa2SoftcapOptions,
      .plain = {.rows_per_warp = 16, .block_kv = 64, .q_register_cols = 128},
      .general = {.rows_per_warp = 16, .block_kv = 64},
+     .with_softcap = {.rows_per_warp = 16, .block_kv = 64},
      .small_plain = {.rows_per_warp = 16, .block_kv = 32, .q_register_cols = 128},
      .small_general = {.rows_per_warp = 16, .block_kv = 32}},
 };
@@ -106,9 +116,10 @@ inline constexpr Fa2ForwardRow kFa2Forward[] = {
 constexpr Fa2ForwardShape fa2_forward_shape(HeadDims dims, OptionSet options,
                                             bool less_memory = false) {
     const Fa2ForwardRow row = row_of(kFa2Forward, dims);
-    if (has_bias_tiles(options)) {
-        Fa2ForwardShape shape = less_memory ? row.small_general : row.with_bias;
-        shape.ctas_per_sm = row.with_bias.ctas_per_sm;  // the plan has one order of tiles
+    if (has_bias_tiles(options) || options == kFa2Softcap) {
+        const Fa2ForwardShape large = has_bias_tiles(options) ? row.with_bias : row.with_softcap;
+        Fa2ForwardShape shape = less_memory ? row.small_general : large;
+        shape.ctas_per_sm = large.ctas_per_sm;  // the plan has one order of tiles
         return shape;
     }
     if (changes_scores(options)) return less_memory ? row.small_general : row.general;

@@ -39,6 +39,10 @@ inline constexpr Fa1BackwardRow kFa1Backward[] = {
 inline constexpr OptionSets kFa2BackwardOptions{3, {kDense, kVarlenSplits, kAllAndMask}};
 inline constexpr OptionSets kFa2BiasBackwardOptions{4,
                                                     {kDense, kVarlenSplits, kFa2Bias, kAllAndMask}};
+inline constexpr OptionSets kFa2EveryBackwardOptions{
+    6, {kDense, kVarlenSplits, kFa2Softcap, kFa2Dropout, kFa2Bias, kAllAndMask}};
+inline constexpr OptionSets kFa2SoftcapBackwardOptions{
+    4, {kDense, kVarlenSplits, kFa2Softcap, kAllAndMask}};
 inline constexpr OptionSets kFa2RareBackwardOptions{2, {kVarlenSplits, kAllAndMask}};
 
 // A warp has as many keys as registers allow beside dK and dV, since each fragment of Q and dO is
@@ -48,7 +52,8 @@ struct Fa2BackwardRow {
     OptionSets options = kFa2BackwardOptions;
     MmaBackwardShape general;  // options take registers
     MmaBackwardShape plain;
-    MmaBackwardShape with_bias = plain;  // of kFa2Bias
+    MmaBackwardShape with_bias = plain;     // of kFa2Bias
+    MmaBackwardShape with_softcap = plain;  // of kFa2Softcap
     MmaBackwardShape varlen = plain;
     MmaBackwardShape small_plain = plain;  // where shared memory does not suffice (163 KB, A100)
     MmaBackwardShape small_with_bias = with_bias;
@@ -60,7 +65,7 @@ inline constexpr Fa2BackwardRow kFa2Backward[] = {
      .general = {.block_q = 64, .keys_per_warp = 16, .warps_kv = 8},
      .plain = {.block_q = 32, .keys_per_warp = 32, .warps_kv = 4, .ctas_per_sm = 2}},
     {.head_dims = {64, 64},
-     .options = kFa2BiasBackwardOptions,
+     .options = kFa2EveryBackwardOptions,
      .general = {.block_q = 32, .keys_per_warp = 16, .warps_kv = 8},
      .plain = {.block_q = 32, .keys_per_warp = 32, .warps_kv = 4, .ctas_per_sm = 2}},
     {.head_dims = {96, 96},
@@ -68,9 +73,10 @@ inline constexpr Fa2BackwardRow kFa2Backward[] = {
      .general = {.block_q = 32, .keys_per_warp = 16, .warps_kv = 4, .ctas_per_sm = 2},
      .plain = {.block_q = 64, .keys_per_warp = 16, .warps_kv = 8}},
     {.head_dims = {128, 128},
-     .options = kFa2BiasBackwardOptions,
+     .options = kFa2EveryBackwardOptions,
      .general = {.block_q = 32, .keys_per_warp = 32, .warps_kv = 4, .warps_d = 2},
      .plain = {.block_q = 64, .keys_per_warp = 32, .warps_kv = 4, .warps_d = 2},
+     .with_softcap = {.block_q = 32, .keys_per_warp = 32, .warps_kv = 4, .warps_d = 2},
      .small_with_bias = {.block_q = 32, .keys_per_warp = 32, .warps_kv = 4, .warps_d = 2}},
     {.head_dims = {192, 128},
      .options = kFa2RareBackwardOptions,
@@ -81,8 +87,10 @@ inline constexpr Fa2BackwardRow kFa2Backward[] = {
      .general = {.block_q = 32, .keys_per_warp = 16, .warps_kv = 4, .warps_d = 2},
      .plain = {.block_q = 64, .keys_per_warp = 32, .warps_kv = 2, .warps_d = 4, .stages = 1}},
     {.head_dims = {256, 256},
+     .options = kFa2SoftcapBackwardOptions,
      .general = {.block_q = 32, .keys_per_warp = 16, .warps_kv = 4, .warps_d = 2, .dq_slices = 2},
      .plain = {.block_q = 128, .keys_per_warp = 32, .warps_kv = 2, .warps_d = 4, .stages = 1},
+     .with_softcap = {.block_q = 32, .keys_per_warp = 16, .warps_kv = 4, .warps_d = 2, .dq_slices = 2},
      .varlen = {.block_q = 32, .keys_per_warp = 16, .warps_kv = 4, .warps_d = 2, .dq_slices = 2},
      .small_plain =
          {.block_q = 32, .keys_per_warp = 16, .warps_kv = 4, .warps_d = 2, .dq_slices = 2}},
@@ -92,6 +100,7 @@ constexpr MmaBackwardShape fa2_backward_shape(HeadDims dims, OptionSet options,
                                               bool less_memory = false) {
     const Fa2BackwardRow row = row_of(kFa2Backward, dims);
     if (has_bias_tiles(options)) return less_memory ? row.small_with_bias : row.with_bias;
+    if (options == kFa2Softcap) return row.with_softcap;
     if (changes_scores(options)) return row.general;
     if (contains(options, kVarlen)) return row.varlen;
     return less_memory ? row.small_plain : row.plain;

@@ -32,13 +32,13 @@ struct TileMask {
     const int* q_tiles = nullptr;     // (B or 1, heads, KV blocks, q_row)
     const uint32_t* words = nullptr;  // (B or 1, heads, Q blocks, KV blocks if bits, 128, 4)
     int heads = 1;                    // Hq, Hk or 1
+    int batch_stride = 0;             // masks from a batch element to the next: heads, or 0
     Divisor by_group;                 // the query heads that share a mask
     int kv_row = 0;
     int q_row = 0;
     int q_blocks = 0;
     int kv_blocks = 0;
     bool bits = false;  // words are bits of keys, otherwise two intervals of keys
-    bool by_batch = false;
 };
 
 // x = x_8bit * descale. Strides in elements; 0 where one value serves all. `last` is the stride of

@@ -87,7 +87,7 @@ FLASH_HOST_DEVICE int blocks_before(const BlockRuns& runs, int block) {
 // The mask that a query head of a batch element has, among those of `params`.
 FLASH_HOST_DEVICE int64_t mask_index(const AttentionParams& params, int batch, int head) {
     const TileMask& mask = params.tile_mask;
-    return (mask.by_batch ? int64_t{batch} * mask.heads : 0) + head / mask.by_group;
+    return int64_t{batch} * mask.batch_stride + head / mask.by_group;
 }
 
 FLASH_HOST_DEVICE BlockRuns runs_of_q_block(const AttentionParams& params, int batch, int head,

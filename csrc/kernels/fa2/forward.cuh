@@ -87,7 +87,8 @@ struct Fa2Forward {
     // Whether the loop, too, reads the CTA's tile coordinates from shared memory. It costs a wait
     // per tile, up to 5 % where an SM has one CTA; but here registers that hold them would spill.
     static constexpr bool kTileCoordInLoop =
-        (kOptions == tuning::kVarlenSplits || kBiasTiles) && kHeadDim == 128;
+        kMayHaveSplits && !kUnaligned &&
+        (kHeadDim == 128 || (kHeadDim == 64 && visits_elements(kOptions) && !kBiasTiles));
 
     static constexpr bool kForLessMemory =
         kTuning != tuning::fa2_forward_shape({kHeadDim, kHeadDimV}, kOptions);
