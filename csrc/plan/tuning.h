@@ -68,7 +68,7 @@ struct Fa2ForwardRow {
     OptionSets options = kFa2Options;
     Fa2ForwardShape plain;  // and varlen
     Fa2ForwardShape general;
-    Fa2ForwardShape with_bias = plain;  // of kFa2Bias
+    Fa2ForwardShape with_bias = plain;     // of kFa2Bias
     Fa2ForwardShape with_softcap = plain;  // of kFa2Softcap
     // Where shared memory does not suffice for these (163 KB, A100).
     Fa2ForwardShape small_plain = plain;
