@@ -77,8 +77,11 @@ def masks_of(case: Json, device: torch.device) -> tuple[Callable[[], Mask], Mod]
     causal = "causal" in name
     ends = [min(x, seqlen) for x in itertools.accumulate(sizes_on(device).mix, initial=0)]
     offsets = torch.tensor([*ends[:-1], seqlen], dtype=torch.int32, device=device)
-    ids = torch.searchsorted(offsets, torch.arange(seqlen, device=device), right=True)
+    token = torch.arange(seqlen, device=device, dtype=torch.int32)
+    ids = torch.searchsorted(offsets, token, right=True)
     make = partial(Mask.documents, cu_seqlens=offsets, seqlen=seqlen, causal=causal)
+    if "intervals" in name:
+        make = partial(Mask.intervals, offsets[ids - 1], token + 1, seqlen)
     return make, lambda b, h, i, j: (ids[i] == ids[j]) & ((i >= j) if causal else (i >= 0))
 
 
@@ -97,12 +100,11 @@ def attends(case: Json, mask: Mask, visible: Tensor, mod: Mod) -> dict[str, Atte
     """The calls, ours first."""
     group = case["heads"] // case["kv_heads"]
     given: Any = {"bias": visible} if case["name"] in BOOL else {"mask": mask}
-    block_mask = flex_mask(case, mask, mod)
-    compiled = torch.compile(flex_attention) if visible.is_cuda else flex_attention
+    compiled: Any = torch.compile(flex_attention) if visible.is_cuda else flex_attention
+    of_flex = partial(compiled, block_mask=flex_mask(case, mask, mod), enable_gqa=True)
 
     def flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return compiled(q, k, v, block_mask=block_mask, enable_gqa=True).transpose(1, 2)
+        return of_flex(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
 
     def sdpa(backend: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -110,10 +112,9 @@ def attends(case: Json, mask: Mask, visible: Tensor, mod: Mod) -> dict[str, Atte
         with PEERS[backend]().around():
             return scaled_dot_product_attention(q, k, v, attn_mask=visible).transpose(1, 2)
 
-    backends = ("efficient", "cudnn") if visible.is_cuda else ()
     plain = partial(flash_ext.attention, causal=case["name"] == "tree")
     calls = {"flash_ext": partial(flash_ext.attention, **given), PLAIN: plain, "flex": flex}
-    return calls | {name: partial(sdpa, name) for name in backends}
+    return calls | {x: partial(sdpa, x) for x in ("efficient", "cudnn") if visible.is_cuda}
 
 
 def times(case: Json, timer: Timer, rounds: int) -> Json:
@@ -158,10 +159,9 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", help="the names of masks")
     parser.add_argument("--rounds", type=int, default=15, help="calls of each kind")
     recorder = common.begin("masks", args := parser.parse_args())
-    timer = Timer(recorder.device)
     chosen = [x for x in cases(recorder.device) if not args.only or x["name"] in args.only]
     for case in common.progress(chosen, len(chosen), "masks"):
-        recorder.add(case, times(case, timer, args.rounds))
+        recorder.add(case, times(case, Timer(recorder.device), args.rounds))
         torch.compiler.reset()
         common.free_memory(recorder.device)
     return recorder.close(

@@ -8,6 +8,7 @@ from typing import Any
 from weakref import ref
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.compiler import is_compiling
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -145,10 +146,14 @@ class Mask:
         if begin.shape != end.shape or begin.device != end.device:
             got = f"{tuple(end.shape)} on {end.device}"
             refuse("end", f"like begin, {tuple(begin.shape)} on {begin.device}", got)
-        if begin.dim() % 2 == 1:
-            begin, end = begin.unsqueeze(-1), end.unsqueeze(-1)
-        pairs: Intervals = list(zip(begin.unbind(-1), end.unbind(-1), strict=True))
-        return _of_intervals(pairs, begin.shape[-2], seqlen_k, begin.device)
+        edges = torch.stack((begin, end), -1)
+        edges = edges.flatten(-2) if begin.dim() % 2 == 0 else edges
+        if edges.dtype != torch.int32:
+            edges = edges.long().clamp(-(2**31), 2**31 - 1).to(torch.int32)
+        count = edges.shape[-1] // 2
+        edges = F.pad(edges[(None,) * (4 - edges.dim())], (0, 4 - 2 * count))
+        tiles: _Tiles = mask_from_intervals(edges, seqlen_k)
+        return Mask(*tiles, edges.shape[2], seqlen_k, count)
 
     @staticmethod
     def documents(
