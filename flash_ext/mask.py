@@ -191,6 +191,9 @@ class Mask:
             if seqlen is None:
                 refuse("seqlen", "given with cu_seqlens: how many tokens there are", None)
             require_ints("cu_seqlens", cu_seqlens, ("n + 1",), cu_seqlens)
+            count = cu_seqlens.numel() - 1
+            if isinstance(prefix, Tensor) and prefix.shape != (count,):
+                refuse("prefix", f"an int or of shape ({count},)", tuple(prefix.shape))
             offsets = cu_seqlens, cu_seqlens
             return _of_documents((seqlen, seqlen), sides, prefix, cu_seqlens.device, offsets)
         require_tensors(ids=ids)

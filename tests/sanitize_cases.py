@@ -194,6 +194,16 @@ def make_masks() -> None:
         torch.ops.flash_ext.mask_from_intervals(to_device(intervals), keys)
         torch.ops.flash_ext.mask_from_blocks(to_device(kinds), to_device(intervals[:, :1]))
         torch.ops.flash_ext.mask_from_kinds(to_device(kinds))
+        first_keys, inner = torch.tensor([9], dtype=torch.int32), torch.randint(queries + 1, (5,))
+        ids = (torch.arange(queries)[None] >= inner.sort().values[:, None]).sum(0)[None]
+        offsets = torch.tensor([0, *inner.sort().values.tolist()], dtype=torch.int32)
+        for dtype in (torch.int32, torch.int64):
+            of_ids = {"ids": to_device(ids.to(dtype)), "window_left": 50}
+            sizes = queries, queries
+            torch.ops.flash_ext.mask_from_documents(to_device(first_keys), *sizes, **of_ids)
+        of_offsets = {f"cu_seqlens_{x}": to_device(offsets) for x in "qk"}
+        for given in (of_offsets, {}):
+            torch.ops.flash_ext.mask_from_documents(to_device(first_keys), queries, keys, **given)
     torch.cuda.synchronize()
 
 
@@ -235,14 +245,14 @@ def wild_offsets() -> Iterator[tuple[Inputs, Problem, str, bool]]:
 
 
 def masked() -> Iterator[tuple[str, Problem, dict[str, torch.Tensor], bool]]:
-    """Masks: bits, intervals, of all heads or of each, with and without splits."""
+    """Masks: bits, intervals, of all heads or of some, with and without splits."""
     kernels = [("fa1", 64), ("fa1", 128), ("fa2", 64), ("fa2", 192)]
     if variants()[-1] == "fa3":
         kernels += [("fa3", dim) for dim in (64, 128, 256)]
     problem = Problem(heads_q=4, heads_k=2, batch=2)
     sizes = ((33, 401), (150, 290), (20, 4200))
     for (variant, dim), (queries, keys), heads, bits in itertools.product(
-        kernels, sizes, (1, 4), (True, False)
+        kernels, sizes, (1, 2, 4), (True, False)
     ):
         if bits:
             visible = torch.rand(2, heads, queries, keys) < 0.5

@@ -605,6 +605,12 @@ def test_errors(device: str) -> None:
         (lambda: Mask.documents(), "ids or cu_seqlens must be given"),
         (lambda: Mask.documents(torch.zeros(5)), "ids must be integers"),
         (lambda: Mask.documents(cu_seqlens=torch.zeros(2).int()), "seqlen must be given"),
+        (
+            lambda: Mask.documents(
+                cu_seqlens=torch.zeros(3).int(), seqlen=9, prefix=torch.ones(3).int()
+            ),
+            r"prefix must be an int or of shape \(2,\)",
+        ),
         (lambda: Mask.sinks(3, 5, 9), "window must be a pair"),
         (lambda: Mask.blocks(*[torch.zeros(1, 1, 3, 3).int()] * 2, 300, 300), "count must be"),
         (lambda: Mask.blocks(*[torch.zeros(1, 1, 2, 3).int()] * 2, 300, 300), "index must be"),
