@@ -84,7 +84,7 @@ def dense_mask(kv_tiles: Tensor, words: Tensor, sizes: tuple[int, int]) -> Tenso
 
 
 def by_query_heads(visible: Tensor, heads: int) -> Tensor:
-    """A dense mask (Bm, Hm, Sq, Sk) that can be used beside so many query heads."""
+    """A dense mask (Bm, Hm, Sq, Sk) as one that broadcasts to all query heads."""
     if 1 in (heads, visible.shape[1]) or heads % visible.shape[1] != 0:
         return visible
     return visible.repeat_interleave(heads // visible.shape[1], 1)

@@ -15,11 +15,11 @@ order, and as one where they touch.
         window_right, first_keys_in_window
     ) -> (kv_tiles, q_tiles, words)
 
-makes one of documents, each with its own queries and keys: those of equal neighbors in ids, int32
-or int64 (Bm, S), where negative ones see nothing; those of offsets, int32 (n + 1); or one of all. A
-query sees a window about its position, bottom-right, and the first keys of its document: their
-number is int32 (1) or one of each document, (n), or matrix, (Bm). first_keys_in_window: none of
-them beyond the window's right side.
+makes one of documents, each with its own queries and keys: equal neighbors in ids, int32 or int64
+(Bm, S), where negative ones see nothing; sequences by offsets, int32 (n + 1); or without both one
+document of all. A query sees a window about its position, bottom-right, and the first keys of its
+document: their number is int32 (1), or one of each document (n), or of each matrix (Bm). With
+first_keys_in_window none of them is beyond the window's right side.
 
     mask_from_blocks(kinds, intervals) -> (kv_tiles, q_tiles, words)
 
