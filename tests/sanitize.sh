@@ -7,7 +7,8 @@
 #
 #     bash tests/sanitize.sh [tool ...]
 #
-# May be set: PYTHON, SECONDS_PER_TOOL (300), COMPUTE_SANITIZER (its path).
+# May be set: PYTHON, SECONDS_PER_TOOL (300), COMPUTE_SANITIZER (its path), CUDA_VISIBLE_DEVICES: a
+# GPU that is named several times has as many parts at a time (0,0,0,0).
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -47,6 +48,7 @@ for tool in "${tools[@]}"; do
     done
 done
 wait
+export CUDA_VISIBLE_DEVICES=${gpus[0]}
 
 failed=0
 for tool in "${tools[@]}"; do
