@@ -12,6 +12,7 @@ import doctest
 import functools
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from attention_testing import (
     Inputs,
     Problem,
     assert_accurate,
+    assert_all_bitwise_equal,
     dense_mask,
     expected_results,
     make_inputs,
@@ -408,3 +410,46 @@ def test_random_masks(part: int, variant: str, device: str) -> None:
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {problem}, {mask}: {error}") from error
     assert ran >= calls // 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", (32, 64, 96, 128, 192, 256))
+def test_long_lists(dim: int) -> None:
+    """In fa2: splits of few queries' keys, and gradients in a fixed order."""
+    for queries, keys in ((40, 5000), (1500, 1300)):
+        problem = Problem(1, queries, keys, 4, 2, dim, softcap=20.0, seed=dim)
+        inputs = make_inputs(problem, "cuda")
+        blocks = (1, 4, -(-queries // 128), -(-keys // 128))
+        kinds = torch.rand(blocks, device="cuda").repeat_interleave(128, 2)
+        kinds = kinds.repeat_interleave(128, 3)[:, :, :queries, :keys]
+        shown = (torch.rand_like(kinds) < 0.5) & (kinds < 0.6) | (kinds < 0.3)
+        inputs.bias, mask = shown, Mask.dense(shown)
+        options: dict[str, Any] = {"mask": mask, "variant": "fa2", "deterministic": True}
+        actual = results(problem, inputs, **options)
+        assert_accurate(actual, expected_results(problem, inputs), problem.dtype)
+        for _ in range(5):
+            assert_all_bitwise_equal(results(problem, inputs, **options), actual)
+
+
+@pytest.mark.parametrize("variant", EVERY_VARIANT)
+@pytest.mark.parametrize("queries", (1, 4, 17, 130))
+def test_masks_of_key_heads(queries: int, variant: str, device: str) -> None:
+    """Which query heads share: few queries are packed by heads."""
+    torch.manual_seed(queries)
+    batch, keys, heads, heads_k = 2, 1500, 8, 2
+    problem = Problem(batch, queries, keys, heads, heads_k, 128)
+    inputs = make_inputs(problem, device)
+    index = torch.rand(batch, heads_k, -(-queries // 128), 12, device=device).argsort(-1)
+    by_blocks = Mask.blocks(index, torch.full_like(index[..., 0], 5), queries, keys)
+    begin = torch.randint(keys, (batch, heads_k, queries), device=device)
+    by_intervals = Mask.intervals(begin, begin + 400, keys)
+    by_bits = Mask.dense(torch.rand(batch, heads_k, queries, keys, device=device) < 0.3)
+    for mask in (by_blocks, by_intervals, by_bits):
+        inputs.bias = mask.to_dense().repeat_interleave(heads // heads_k, 1)
+        actual = results(problem, inputs, mask=mask, variant=variant)
+        assert_accurate(actual, expected_results(problem, inputs), problem.dtype)
+    shown = by_bits.to_dense().repeat_interleave(heads // heads_k, 1)
+    bias = torch.rand_like(shown, dtype=torch.float32) < 0.8
+    inputs.bias = shown & bias
+    actual = results(problem, inputs, mask=by_bits, bias=bias, variant=variant)
+    assert_accurate(actual, expected_results(problem, inputs), problem.dtype)

@@ -163,8 +163,8 @@ inline bool is_plain_mask(const Tensor& x, const Device& device) {
            is_aligned(x, 16);
 }
 
-// Are these rows of runs, of as many blocks? Each matrix has its own, or all have one, or the heads
-// that share K and V.
+// Are these rows of runs, of as many blocks? Batch elements, query heads, or heads of K and V have
+// their own, or all have the same.
 inline bool accepts_runs(const Tensor& x, const Sizes& sizes, int64_t blocks) {
     constexpr int64_t kMostRuns = int64_t{1} << 31;
     return x.dim() == 4 && (x.size(0) == 1 || x.size(0) == sizes.batch) &&

@@ -47,7 +47,7 @@ inline std::optional<MaskSizes> accept_mask_from_intervals(const Tensor& interva
     return if_accepted({intervals.size(0), intervals.size(1), intervals.size(2), seqlen_k});
 }
 
-// Of mask_from_documents().
+// The options of mask_from_documents().
 struct DocumentOptions {
     std::optional<Tensor> ids, cu_seqlens_q, cu_seqlens_k;
     int64_t window_left = -1, window_right = -1;

@@ -65,15 +65,15 @@ struct DocumentMask {
     }
 };
 
-// The first tokens of documents within a block of 128: the first and the last one. Without any past
-// all tokens, and -1.
+// The first and the last token of a block of 128 with which a document begins; without one past all
+// tokens, and -1.
 struct FirstTokens {
     int first;
     int last;
 };
 
-// Where documents are: a number for each token, or offsets, or one for all. Each stretch of equal
-// numbers is a document, but negative ones have no keys.
+// Where documents are: each stretch of equal ids is one, but tokens of negative ids see nothing; or
+// sequences have offsets; or all tokens are one document.
 struct Documents {
     const void* ids = nullptr;  // (Bm, S)
     bool ids_have_64_bits = false;

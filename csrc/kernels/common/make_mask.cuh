@@ -316,8 +316,8 @@ FLASH_DEVICE void set_places(OrderStorage& storage) {
     }
 }
 
-// A counting sort of the rows of a matrix by their classes. Rows of one class stay in order, since
-// neighbors often see the same blocks: a warp has neighbors.
+// A counting sort of the rows of a matrix by their classes; a warp has neighbors. Rows of one class
+// stay in order, since neighbors often see the same blocks.
 __global__ void __launch_bounds__(kOrderThreads)
     mask_order_kernel(const __grid_constant__ MakeMaskParams params) {
     auto& storage = shared_storage<OrderStorage>();

@@ -1,9 +1,9 @@
 // What the queries of documents see (problem/make_mask.cuh), by a warp for each block of 128
 // queries.
 //
-// Offsets are searched by each lane. Of a number for each token a lane has every 32nd token of the
-// block; a bit for each says where documents begin. A document that is longer than its block is
-// found by what a kernel before has written of each block: its first and its last such token.
+// Each lane searches the offsets. With ids a lane has every 32nd token of the block, and a bit for
+// each token says whether a document begins with it. A document may be longer than the block: the
+// kernel before has written of each block the first and the last token with which one begins.
 #pragma once
 
 #include <climits>
@@ -27,7 +27,7 @@ FLASH_DEVICE int64_t document_id(const Documents& documents, int batch, int toke
                                       : static_cast<const int*>(documents.ids)[at];
 }
 
-// Of the tokens of a block, 32 in a word: those with which a document begins.
+// A bit for each token of a block: does a document begin with it?
 struct TokensThatBegin {
     uint32_t words[kTokensOfLane];
 

@@ -1,7 +1,7 @@
 // Launches of kernels without asynchronous copies: threads run one after another. If they exchange
 // values (Lockstep), the threads of a CTA run in turns, each up to its next exchange. All threads
-// of a warp that have not ended must reach the same number of them; at __syncthreads() those of a
-// CTA wait for each other.
+// of a warp that have not ended must reach the same number of them; at __syncthreads() all
+// threads of a CTA wait for each other.
 #pragma once
 
 #include <cuda_runtime.h>
