@@ -21,7 +21,6 @@ from .ops.mask import (
     blocks_of,
     mask_from_blocks,
     mask_from_dense,
-    mask_from_documents,
     mask_from_intervals,
     mask_from_kinds,
 )
@@ -596,27 +595,7 @@ def _of_documents(
     first_keys: int | Tensor,
     device: torch.device | str | None,
     offsets: tuple[Tensor, Tensor] | None = None,
-    *,
-    ids: Tensor | None = None,
-    first_in_window: bool = False,
+    **more: Any,
 ) -> Mask:
-    """first_keys: a number, or of each document; without offsets and ids, of each matrix."""
-    if isinstance(first_keys, Tensor):
-        number = first_keys.reshape(-1).clamp(0, sizes[1]).to(torch.int32)
-        number = number if device is None else number.to(device)
-    else:
-        some = max(min(first_keys, sizes[1]), 0)
-        number = torch.full((1,), some, dtype=torch.int32, device=device)
-    cu_q, cu_k = (None, None) if offsets is None else (x.contiguous() for x in offsets)
-    tiles: _Tiles = mask_from_documents(
-        number,
-        *sizes,
-        ids=ids,
-        cu_seqlens_q=cu_q,
-        cu_seqlens_k=cu_k,
-        window_left=window[0],
-        window_right=window[1],
-        first_keys_in_window=first_in_window,
-    )
-    sees_first = isinstance(first_keys, Tensor) or first_keys > 0
-    return Mask(*tiles, *sizes, 2 if sees_first and window[0] >= 0 else 1)
+    tiles, per_query = parts.of_documents(sizes, window, first_keys, device, offsets, **more)
+    return Mask(*tiles, *sizes, per_query)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .cpu.tile_mask import FULL, PARTIAL, kinds_of_runs, pack_bits
-from .ops.mask import blocks_of, mask_from_dense
+from .ops.mask import blocks_of, mask_from_dense, mask_from_documents
 from .ops.options import MASK_BLOCK
 
 Edge = Tensor | int
@@ -69,6 +69,39 @@ def shown_by(intervals: Intervals, seqlen_k: int, device: torch.device) -> Tenso
         for a, b in intervals
     ]
     return shown[0] if len(shown) == 1 else shown[0] | shown[1]
+
+
+def of_documents(
+    sizes: tuple[int, int],
+    window: tuple[int, int],
+    first_keys: int | Tensor,
+    device: torch.device | str | None,
+    offsets: tuple[Tensor, Tensor] | None = None,
+    *,
+    ids: Tensor | None = None,
+    first_in_window: bool = False,
+) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
+    """The tensors of the mask, and how many intervals a query has. first_keys: a number, or one of
+    each document; without offsets and ids, of each matrix."""
+    if isinstance(first_keys, Tensor):
+        number = first_keys.reshape(-1).clamp(0, sizes[1]).to(torch.int32)
+        number = number if device is None else number.to(device)
+    else:
+        some = max(min(first_keys, sizes[1]), 0)
+        number = torch.full((1,), some, dtype=torch.int32, device=device)
+    cu_q, cu_k = (None, None) if offsets is None else (x.contiguous() for x in offsets)
+    tiles: tuple[Tensor, Tensor, Tensor] = mask_from_documents(
+        number,
+        *sizes,
+        ids=ids,
+        cu_seqlens_q=cu_q,
+        cu_seqlens_k=cu_k,
+        window_left=window[0],
+        window_right=window[1],
+        first_keys_in_window=first_in_window,
+    )
+    sees_first = isinstance(first_keys, Tensor) or first_keys > 0
+    return tiles, 2 if sees_first and window[0] >= 0 else 1
 
 
 # --- Blocks ---

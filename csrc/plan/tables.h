@@ -41,18 +41,17 @@ constexpr Row row_of(const Row (&table)[kRows], HeadDims dims) {
 inline constexpr OptionSet kDense = OptionSet::kNone;
 inline constexpr OptionSet kVarlen = OptionSet::kVarlen;
 inline constexpr OptionSet kVarlenSplits = OptionSet::kVarlen | OptionSet::kSplits;
+// One option.
+inline constexpr OptionSet kWithSoftcap = kVarlenSplits | OptionSet::kSoftcap;
+inline constexpr OptionSet kWithAlibi = kVarlenSplits | OptionSet::kAlibi;
+inline constexpr OptionSet kWithDropout = kVarlenSplits | OptionSet::kDropout;
 // FA3 has a bias only with dense sequences, and TMA needs aligned rows.
-inline constexpr OptionSet kFa3Softcap = kVarlenSplits | OptionSet::kSoftcap;
-inline constexpr OptionSet kFa3Alibi = kVarlenSplits | OptionSet::kAlibi;
-inline constexpr OptionSet kFa3Dropout = kVarlenSplits | OptionSet::kDropout;
 inline constexpr OptionSet kFa3Bias = OptionSet::kBias;
 inline constexpr OptionSet kFa3Mask = OptionSet::kMask;  // the same
 inline constexpr OptionSet kFa3MaskSplits = OptionSet::kMask | OptionSet::kSplits;
 // The widest heads whose forward has registers for a float32 bias, too.
 inline constexpr int kFa3Float32BiasHeadDim = 64;
 inline constexpr OptionSet kFa2Bias = kVarlenSplits | OptionSet::kBias;
-inline constexpr OptionSet kFa2Softcap = kFa3Softcap;
-inline constexpr OptionSet kFa2Dropout = kFa3Dropout;
 inline constexpr OptionSet kFa3Scores =
     kVarlenSplits | OptionSet::kRareScale | OptionSet::kSoftcap | OptionSet::kAlibi;
 inline constexpr OptionSet kAllOptions =

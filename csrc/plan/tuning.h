@@ -55,9 +55,9 @@ inline constexpr OptionSets kFa2BiasOptions{
     5, {kDense, kVarlenSplits, kFa2Bias, kAllAndMask, kPagesScores}};
 // Models with softcap have head dims 64, 128 and 256, with dropout 64 and 128.
 inline constexpr OptionSets kFa2EveryOptions{
-    7, {kDense, kVarlenSplits, kFa2Softcap, kFa2Dropout, kFa2Bias, kAllAndMask, kPagesScores}};
+    7, {kDense, kVarlenSplits, kWithSoftcap, kWithDropout, kFa2Bias, kAllAndMask, kPagesScores}};
 inline constexpr OptionSets kFa2SoftcapOptions{
-    5, {kDense, kVarlenSplits, kFa2Softcap, kAllAndMask, kPagesScores}};
+    5, {kDense, kVarlenSplits, kWithSoftcap, kAllAndMask, kPagesScores}};
 inline constexpr OptionSets kFa2RareOptions{3, {kVarlenSplits, kAllAndMask, kPagesScores}};
 
 // A warp has two blocks of 16 rows where O and S fit in 255 registers per lane, otherwise one. A
@@ -69,7 +69,8 @@ struct Fa2ForwardRow {
     Fa2ForwardShape plain;  // and varlen
     Fa2ForwardShape general;
     Fa2ForwardShape with_bias = plain;     // of kFa2Bias
-    Fa2ForwardShape with_softcap = plain;  // of kFa2Softcap
+    Fa2ForwardShape with_softcap = plain;  // of kWithSoftcap
+    Fa2ForwardShape with_dropout = plain;  // of kWithDropout
     // Where shared memory does not suffice for these (163 KB, A100).
     Fa2ForwardShape small_plain = plain;
     Fa2ForwardShape small_general = general;
@@ -85,7 +86,8 @@ inline constexpr Fa2ForwardRow kFa2Forward[] = {
      .plain = {.block_kv = 128},
      .general = {.block_kv = 64},
      .with_bias = {.block_kv = 64},
-     .with_softcap = {.block_kv = 64}},
+     .with_softcap = {.block_kv = 64},
+     .with_dropout = {.block_kv = 64}},
     {.head_dims = {96, 96},
      .options = kFa2RareOptions,
      .plain = {.block_kv = 64},
@@ -116,13 +118,14 @@ inline constexpr Fa2ForwardRow kFa2Forward[] = {
 constexpr Fa2ForwardShape fa2_forward_shape(HeadDims dims, OptionSet options,
                                             bool less_memory = false) {
     const Fa2ForwardRow row = row_of(kFa2Forward, dims);
-    if (has_bias_tiles(options) || options == kFa2Softcap) {
+    if (has_bias_tiles(options) || options == kWithSoftcap) {
         const Fa2ForwardShape large = has_bias_tiles(options) ? row.with_bias : row.with_softcap;
         Fa2ForwardShape shape = less_memory ? row.small_general : large;
         shape.ctas_per_sm = large.ctas_per_sm;  // the plan has one order of tiles
         return shape;
     }
     if (changes_scores(options)) return less_memory ? row.small_general : row.general;
+    if (options == kWithDropout) return row.with_dropout;
     return less_memory ? row.small_plain : row.plain;
 }
 
@@ -196,16 +199,16 @@ inline constexpr OptionSets kFa3ForwardBias{
     5, {kVarlen, kVarlenSplits, kFa3Bias, kPages, kPagesSplits}};
 inline constexpr OptionSets kFa3ForwardAllOptions{
     11,
-    {kVarlen, kVarlenSplits, kFa3Softcap, kFa3Alibi, kFa3Dropout, kFa3Bias, kFa3Mask,
+    {kVarlen, kVarlenSplits, kWithSoftcap, kWithAlibi, kWithDropout, kFa3Bias, kFa3Mask,
      kFa3MaskSplits, kFa3Scores, kPages, kPagesSplits}};
 inline constexpr OptionSets kFa3Forward64Options{
     14,
-    {kVarlen, kVarlenSplits, kVarlen | OptionSet::kSoftcap, kFa3Softcap,
-     kVarlen | OptionSet::kAlibi, kFa3Alibi, kVarlen | OptionSet::kDropout, kFa3Dropout, kFa3Bias,
+    {kVarlen, kVarlenSplits, kVarlen | OptionSet::kSoftcap, kWithSoftcap,
+     kVarlen | OptionSet::kAlibi, kWithAlibi, kVarlen | OptionSet::kDropout, kWithDropout, kFa3Bias,
      kFa3Mask, kFa3MaskSplits, kFa3Scores, kPages, kPagesSplits}};
 inline constexpr OptionSets kFa3ForwardWideOptions{
     8,
-    {kVarlen, kVarlenSplits, kFa3Softcap, kFa3Mask, kFa3MaskSplits, kFa3Scores, kPages,
+    {kVarlen, kVarlenSplits, kWithSoftcap, kFa3Mask, kFa3MaskSplits, kFa3Scores, kPages,
      kPagesSplits}};
 
 struct Fa3ForwardRow {

@@ -40,9 +40,9 @@ inline constexpr OptionSets kFa2BackwardOptions{3, {kDense, kVarlenSplits, kAllA
 inline constexpr OptionSets kFa2BiasBackwardOptions{4,
                                                     {kDense, kVarlenSplits, kFa2Bias, kAllAndMask}};
 inline constexpr OptionSets kFa2EveryBackwardOptions{
-    6, {kDense, kVarlenSplits, kFa2Softcap, kFa2Dropout, kFa2Bias, kAllAndMask}};
+    6, {kDense, kVarlenSplits, kWithSoftcap, kWithDropout, kFa2Bias, kAllAndMask}};
 inline constexpr OptionSets kFa2SoftcapBackwardOptions{
-    4, {kDense, kVarlenSplits, kFa2Softcap, kAllAndMask}};
+    4, {kDense, kVarlenSplits, kWithSoftcap, kAllAndMask}};
 inline constexpr OptionSets kFa2RareBackwardOptions{2, {kVarlenSplits, kAllAndMask}};
 
 // A warp has as many keys as registers allow beside dK and dV, since each fragment of Q and dO is
@@ -53,7 +53,7 @@ struct Fa2BackwardRow {
     MmaBackwardShape general;  // options take registers
     MmaBackwardShape plain;
     MmaBackwardShape with_bias = plain;     // of kFa2Bias
-    MmaBackwardShape with_softcap = plain;  // of kFa2Softcap
+    MmaBackwardShape with_softcap = plain;  // of kWithSoftcap
     MmaBackwardShape varlen = plain;
     MmaBackwardShape small_plain = plain;  // where shared memory does not suffice (163 KB, A100)
     MmaBackwardShape small_with_bias = with_bias;
@@ -101,7 +101,7 @@ constexpr MmaBackwardShape fa2_backward_shape(HeadDims dims, OptionSet options,
                                               bool less_memory = false) {
     const Fa2BackwardRow row = row_of(kFa2Backward, dims);
     if (has_bias_tiles(options)) return less_memory ? row.small_with_bias : row.with_bias;
-    if (options == kFa2Softcap) return row.with_softcap;
+    if (options == kWithSoftcap) return row.with_softcap;
     if (changes_scores(options)) return row.general;
     if (contains(options, kVarlen)) return row.varlen;
     return less_memory ? row.small_plain : row.plain;
@@ -194,11 +194,11 @@ struct Fa3BackwardShape {
 inline constexpr OptionSets kFa3BackwardOptions{1, {kVarlen}};
 inline constexpr OptionSets kFa3BackwardBias{2, {kVarlen, kFa3Bias}};
 inline constexpr OptionSets kFa3BackwardAllOptions{
-    7, {kVarlen, kFa3Softcap, kFa3Alibi, kFa3Dropout, kFa3Bias, kFa3Mask, kFa3Scores}};
+    7, {kVarlen, kWithSoftcap, kWithAlibi, kWithDropout, kFa3Bias, kFa3Mask, kFa3Scores}};
 // At 64 there are no registers for dropout: it is padded to 128. Nor is ALiBi common at 256.
 inline constexpr OptionSets kFa3BackwardScores{
-    6, {kVarlen, kFa3Softcap, kFa3Alibi, kFa3Bias, kFa3Mask, kFa3Scores}};
-inline constexpr OptionSets kFa3BackwardWideOptions{3, {kVarlen, kFa3Softcap, kFa3Scores}};
+    6, {kVarlen, kWithSoftcap, kWithAlibi, kFa3Bias, kFa3Mask, kFa3Scores}};
+inline constexpr OptionSets kFa3BackwardWideOptions{3, {kVarlen, kWithSoftcap, kFa3Scores}};
 
 // For heads whose dQ is summed in HBM. Tiles of 80 queries pay when Q, dO and dQ of a head no
 // longer stay in L2; up to 32,768 queries both are level.

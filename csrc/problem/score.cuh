@@ -399,14 +399,34 @@ struct MulWide {
     FLASH_DEVICE uint64_t operator()(uint32_t x, uint32_t y) const { return ptx::mul_wide(x, y); }
 };
 
-// Bits of ones in the halves for elements that are kept, in the rows and columns of keep(): in the
-// lower half by word `first`, in the upper one by `second`. Not for p above 31/32.
-FLASH_DEVICE uint32_t keep_pair(const DropoutMask& mask, uint32_t first, uint32_t second,
-                                int row_half, int col_half) {
+// The numbers of the elements in these rows and columns of keep(): in the lower half by word
+// `first`, in the upper one by `second`.
+FLASH_DEVICE uint32_t pair_of(uint32_t first, uint32_t second, int row_half, int col_half) {
     // The upper halves of the words, rotated by 8 (2 row half + column half).
     constexpr uint32_t kBytes[4] = {0x7632, 0x6521, 0x5410, 0x4703};
-    return ptx::halves_from(ptx::byte_permute(first, second, kBytes[2 * row_half + col_half]),
-                            mask.drop_threshold);
+    return ptx::byte_permute(first, second, kBytes[2 * row_half + col_half]);
+}
+
+// Bits of ones in the halves for elements that are kept. Not for p above 31/32.
+FLASH_DEVICE uint32_t keep_pair(const DropoutMask& mask, uint32_t first, uint32_t second,
+                                int row_half, int col_half) {
+    return ptx::halves_from(pair_of(first, second, row_half, col_half), mask.drop_threshold);
+}
+
+// visit(j, keep) for the elements by the words j = 0 and 1, in these rows and columns.
+template <OptionSet kOptions, class Visit>
+FLASH_DEVICE void visit_pair(const DropoutMask& mask, const uint32_t (&words)[2], int row_half,
+                             int col_half, Visit visit) {
+    bool keep[2];
+    if constexpr (drops_pairs(kOptions)) {
+        ptx::are_halves_from(pair_of(words[0], words[1], row_half, col_half), mask.drop_threshold,
+                             keep[0], keep[1]);
+    } else {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) keep[j] = mask.keep(words[j], row_half, col_half);
+    }
+    visit(0, keep[0]);
+    visit(1, keep[1]);
 }
 
 // Dropout of P as the operand of P V, by pairs. row_counter: of this lane; first_key: a multiple of
@@ -430,7 +450,7 @@ FLASH_DEVICE void drop_pairs(Operand& p, const DropoutMask& mask, uint32_t row_c
 
 // visit(m, n, i, keep) for every element of a tile whose rows are queries and columns keys.
 // first_query is a multiple of 16, first_key of 32, or of 16 if the tile has 16 columns.
-template <class Scores, class Visit>
+template <OptionSet kOptions, class Scores, class Visit>
 FLASH_DEVICE void for_each_keep(const DropoutMask& mask, int first_query, int first_key,
                                 Visit visit) {
     constexpr bool kHalf = Scores::kCols == 16;
@@ -442,14 +462,16 @@ FLASH_DEVICE void for_each_keep(const DropoutMask& mask, int first_query, int fi
             const Philox4 random = mask.words(first_query + 16 * m + lane_row(),
                                               first_key + 8 * n + lane_col(), MulWide{});
 #pragma unroll
-            for (int col = 0; col < min_of(4, Scores::kN); ++col)
+            for (int col = 0; col < min_of(4, Scores::kN); ++col) {
+                const bool second = kHalf ? first_key / 16 % 2 != 0 : col / 2 != 0;
+                const uint32_t words[2] = {second ? random.v[2] : random.v[0],
+                                           second ? random.v[3] : random.v[1]};
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {  // row half, column parity
-                    const uint32_t word = kHalf && first_key / 16 % 2 != 0
-                                              ? random.v[2 + i % 2]
-                                              : random.v[col / 2 * 2 + i % 2];
-                    visit(m, n + col, i, mask.keep(word, i / 2, col % 2));
-                }
+                for (int row = 0; row < 2; ++row)
+                    visit_pair<kOptions>(mask, words, row, col % 2, [&](int parity, bool keep) {
+                        visit(m, n + col, 2 * row + parity, keep);
+                    });
+            }
         }
 }
 
@@ -477,8 +499,15 @@ FLASH_DEVICE void for_each_words_transposed(const DropoutMask& mask, int first_k
         }
 }
 
+// What 1 / (1 - p) has beside the factor that P had when it was rounded, for O and dV.
+template <OptionSet kOptions>
+FLASH_DEVICE float late_factor(const AttentionParams& params) {
+    if constexpr (!contains(kOptions, OptionSet::kDropout)) return 1.f;
+    return drops_pairs(kOptions) ? params.p_factor * params.late_factor : params.late_factor;
+}
+
 // visit(m, n, i, keep) for every element of such a tile.
-template <class Scores, class Visit>
+template <OptionSet kOptions, class Scores, class Visit>
 FLASH_DEVICE void for_each_keep_transposed(const DropoutMask& mask, int first_key, int first_query,
                                            Visit visit) {
     for_each_words_transposed<Scores>(
@@ -486,8 +515,10 @@ FLASH_DEVICE void for_each_keep_transposed(const DropoutMask& mask, int first_ke
 #pragma unroll
             for (int half = 0; half < 2; ++half)
 #pragma unroll
-                for (int i = 0; i < 4; ++i)  // key half, parity of the query
-                    visit(m, n + half, i, mask.keep(words[i % 2], half, i / 2));
+                for (int key = 0; key < 2; ++key)
+                    visit_pair<kOptions>(mask, words, half, key, [&](int parity, bool keep) {
+                        visit(m, n + half, 2 * key + parity, keep);
+                    });
         });
 }
 

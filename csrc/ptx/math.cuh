@@ -73,6 +73,21 @@ FLASH_DEVICE uint32_t halves_from(uint32_t x, uint32_t threshold) {
     return bits;
 }
 
+// Is this so of the lower half, and of the upper one?
+FLASH_DEVICE void are_halves_from(uint32_t x, uint32_t threshold, bool& lower, bool& upper) {
+    uint32_t p, q;
+    asm("{ .reg .b32 magnitude;\n"
+        ".reg .pred lower, upper;\n"
+        "abs.f16x2 magnitude, %2;\n"
+        "setp.geu.f16x2 lower|upper, magnitude, %3;\n"
+        "selp.u32 %0, 1, 0, lower;\n"
+        "selp.u32 %1, 1, 0, upper; }"
+        : "=r"(p), "=r"(q)
+        : "r"(x), "r"(threshold));
+    lower = p != 0;
+    upper = q != 0;
+}
+
 // Ones in bits [begin, begin + width), clipped to 32 bits.
 FLASH_DEVICE uint32_t bit_range(uint32_t begin, uint32_t width) {
     uint32_t bits;

@@ -2,6 +2,7 @@
 // Rows of scores are queries, or keys where everything is computed transposed.
 #pragma once
 
+#include "problem/score.cuh"
 #include "problem/sequences.cuh"
 #include "ptx/math.cuh"
 #include "tile/fragment.cuh"
@@ -101,6 +102,21 @@ FLASH_DEVICE void softmax_gradient(Scores& dp, const Scores& p, const float* min
     for_each_with_query<kRows, Scores>(minus_delta, [&](int m, int n, int i, float of_query) {
         dp.v[m][n][i] = p.v[m][n][i] * (dp.v[m][n][i] + of_query);
     });
+}
+
+// With dropout, of tiles whose rows are keys: from dP to dS = P * (Z dP ds_factor - delta), and
+// from P to Z P, in place.
+template <OptionSet kOptions, class Scores>
+FLASH_DEVICE void dropout_gradient(Scores& dp, Scores& p, const DropoutMask& mask, int first_key,
+                                   int first_query, const float* minus_delta, float ds_factor) {
+    for_each_keep_transposed<kOptions, Scores>(
+        mask, first_key, first_query, [&](int m, int n, int i, bool keep) {
+            const float2 of_queries = column_pair(minus_delta, n);
+            float& x = dp.v[m][n][i];
+            float& y = p.v[m][n][i];
+            x = y * ((keep ? x * ds_factor : 0.f) + (i % 2 == 0 ? of_queries.x : of_queries.y));
+            if (!keep) y = 0.f;
+        });
 }
 
 // An element of dbias.

@@ -383,10 +383,16 @@ struct BackwardTile {
         // p). P and dS have a part of their factors when they are rounded (p_factor, ds_factor),
         // and the other part comes at the end.
         const int first_query = walk.q_tile() * kBlockQ + warp_query();
+        if constexpr (drops_pairs(kOptions)) {
+            dropout_gradient<kOptions>(rdS, rP, dropout_mask(params, sequence, walk.head),
+                                       first_key + warp_key, first_query, minus_delta,
+                                       params.ds_factor);
+            return;
+        }
         uint32_t dropped[Scores::kM][ceil_div(Scores::kN, 8)] = {};
         if (params.rng_state != nullptr) {
             const float ds_factor = params.ds_factor;
-            for_each_keep_transposed<Scores>(
+            for_each_keep_transposed<kOptions, Scores>(
                 dropout_mask(params, sequence, walk.head), first_key + warp_key, first_query,
                 [&](int m, int n, int i, bool keep) {
                     rdS.v[m][n][i] = keep ? rdS.v[m][n][i] * ds_factor : 0.f;
@@ -533,7 +539,8 @@ struct BackwardTile {
     // use. All warps have left the loop.
     FLASH_DEVICE void store_dk_dv(GradientK& rdK, GradientV& rdV, int first_key) const {
         rdK.scale(params.gradient_scale);
-        if constexpr (contains(kOptions, OptionSet::kDropout)) rdV.scale(params.late_factor);
+        if constexpr (contains(kOptions, OptionSet::kDropout))
+            rdV.scale(late_factor<kOptions>(params));
         store_to_shared<Element, KTile, kWarpsD>(k_tile(), rdK, warp_key, warp_d);
         store_to_shared<Element, VTile, kWarpsD>(v_tile(), rdV, warp_key, warp_d);
         __syncthreads();  // dK and dV are complete

@@ -90,16 +90,18 @@ FLASH_DEVICE float exponentiate_row(Scores& s, int m, int i, Scale scale, float 
     return sum;
 }
 
-// Dropout, for tiles whose rows are queries: P becomes 0, or p_factor P.
+// Dropout, for tiles whose rows are queries: P becomes 0, or p_factor P, by pairs P.
 template <OptionSet kOptions, class Scores>
 FLASH_DEVICE void drop(Scores& p, const AttentionParams& params, const Sequence& sequence, int head,
                        int first_query, int first_key) {
     if constexpr (contains(kOptions, OptionSet::kDropout)) {
         if (params.rng_state == nullptr) return;
-        for_each_keep<Scores>(dropout_mask(params, sequence, head), first_query, first_key,
-                              [&](int m, int n, int i, bool keep) {
-                                  p.v[m][n][i] = keep ? p.v[m][n][i] * params.p_factor : 0.f;
-                              });
+        const float factor = drops_pairs(kOptions) ? 1.f : params.p_factor;
+        for_each_keep<kOptions, Scores>(dropout_mask(params, sequence, head), first_query,
+                                        first_key, [&](int m, int n, int i, bool keep) {
+                                            float& x = p.v[m][n][i];
+                                            x = keep ? x * factor : 0.f;
+                                        });
     }
 }
 

@@ -280,8 +280,7 @@ struct Fa1Forward {
             const float sum = old_share + new_share * tile_sum;
             const float inverse = sum == 0.f ? 0.f : ptx::rcp(sum);
             old_factor[m][i] = old_share * inverse;
-            new_factor[m][i] = new_share * inverse *
-                               (contains(kOptions, OptionSet::kDropout) ? params.late_factor : 1.f);
+            new_factor[m][i] = new_share * inverse * late_factor<kOptions>(params);
             state.max[m][i] = new_max;
             state.sum[m][i] = sum;
         });

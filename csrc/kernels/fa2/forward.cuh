@@ -290,13 +290,15 @@ struct Fa2Forward {
     }
 
     // S becomes P.
-    FLASH_DEVICE void exponentiate(Scores& rS, Output& rO, Softmax& softmax, int kv_tile) const {
+    FLASH_DEVICE void exponentiate(Scores& rS, Output& rO, Softmax& softmax) const {
         softmax.update(rS, rO, exponent_scale<kOptions>(params));
-        drop<kOptions>(rS, params, sequence, head, first_query + warp_row, kv_tile * kBlockKV);
     }
 
-    // O += P V.
-    FLASH_DEVICE void accumulate(Output& rO, const Scores& rP, uint32_t stage) const {
+    // O += P V, with dropout of P. ptxas 13.0 and 13.5: at d 128, from here and with the sequence
+    // in shared memory, it does not spill.
+    FLASH_DEVICE void accumulate(Output& rO, Scores& rP, int kv_tile, uint32_t stage) const {
+        drop<kOptions>(rP, params, storage().tile_coord.sequence, head, first_query + warp_row,
+                       kv_tile * kBlockKV);
         gemm<Element, kBlockKV>(rO, AFromRegisters<Element, Scores>{rP},
                                 BFromColumns<VTile>(sV(stage)));
     }
@@ -311,9 +313,7 @@ struct Fa2Forward {
         // One pointer for both, which saves registers.
         float* target = is_split ? &params.statistics_partial[first].max : params.lse + first;
         for_each_row<kRowsPerWarp>([&](int m, int i, int row_of_warp) {
-            const float factor =
-                softmax.inverse_sum(m, i) *
-                (contains(kOptions, OptionSet::kDropout) ? params.late_factor : 1.f);
+            const float factor = softmax.inverse_sum(m, i) * late_factor<kOptions>(params);
             rO.map_row(m, i, [&](float x) { return x * factor; });
             const float lse = softmax.lse(m, i);
             const int row = first_row + row_of_warp;
@@ -412,9 +412,9 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerSm)
     for (int i = last; i >= kv_tiles.begin; --i, ++stage) {
         typename Kernel::Scores rS;
         cta.score(rS, q, kv_tiles, i, stage);
-        cta.exponentiate(rS, rO, softmax, Kernel::tile(kv_tiles, i));
+        cta.exponentiate(rS, rO, softmax);
         cta.pipeline.consumer_wait(stage + 1);
-        cta.accumulate(rO, rS, stage + 1);
+        cta.accumulate(rO, rS, Kernel::tile(kv_tiles, i), stage + 1);
         if (i > kv_tiles.begin) {
             cta.pipeline.producer_acquire(stage + 2);
             cta.template load_v<true, 1>(kv_tiles, i - 1, stage + 2);

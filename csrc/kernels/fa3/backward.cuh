@@ -462,7 +462,7 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
         s.d.advance();
         store_dq(s);
         commit_dq(s);
-        if constexpr (kDropout) s.rdV.scale(params.p_factor * params.late_factor);
+        if constexpr (kDropout) s.rdV.scale(late_factor<kOptions>(params));
         s.rdK.scale(params.gradient_scale);
         store_gradient(params, gradient_rows<Element>(params.dv, tile, warp_key, params.head_dim_v),
                        s.rdV);

@@ -23,8 +23,7 @@ struct Fa3ForwardResults
     template <class Softmax>
     FLASH_DEVICE void normalize(Output& rO, Softmax& softmax) const {
         softmax.finish();
-        const float factor =
-            contains(kOptions, OptionSet::kDropout) ? params.p_factor * params.late_factor : 1.f;
+        const float factor = late_factor<kOptions>(params);
         if (has_fixed_splits()) return;
         RowRescaling{true, {factor * softmax.inverse_sum(0, 0), factor * softmax.inverse_sum(0, 1)}}
             .apply(rO);
