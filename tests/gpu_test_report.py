@@ -78,13 +78,23 @@ def summary(stats: Mapping[str, list[pytest.TestReport]]) -> common.Json:
     }
 
 
+def with_other_tools(tools: common.Json, before: common.Json, now: common.Json) -> common.Json:
+    """The tools of a run, and those of the report before if it is of the same calls and setup."""
+    kept = same_setup(before, now) and before.get("cases") == now["cases"]
+    return dict(sorted(((before["tools"] if kept else {}) | tools).items()))
+
+
 def write_sanitizer(lines: list[str], cases: int) -> Path:
     """sanitizer.json, from lines "tool exit_status seconds" of tests/sanitize.sh."""
     tools = {}
     for line in lines:
         tool, status, seconds = line.split()
         tools[tool] = {"exit_status": int(status), "seconds": int(seconds)}
-    return write("sanitizer.json", {"cases": cases, "tools": tools})
+    device = torch.device("cuda")
+    before = common.read_json(result_path(device, "sanitizer.json")) or {}
+    now = common.describe_setup(device) | {"cases": cases}
+    content = {"cases": cases, "tools": with_other_tools(tools, before, now)}
+    return write("sanitizer.json", content)
 
 
 if __name__ == "__main__":

@@ -306,18 +306,20 @@ def to_device(x: torch.Tensor) -> torch.Tensor:
 
 if __name__ == "__main__":
     calls = [*cases(), *((problem, "fa3", False) for problem in fp8_cases())]
-    masks = list(masked())
     of_fa3 = list(invariant()) if variants()[-1] == "fa3" else []
-    count = len(calls) + len(masks) + len(of_fa3)
+    lists = calls, list(masked()), of_fa3
+    count = sum(map(len, lists))
     if "--count" in sys.argv:
         print(count)
     else:
         tool, part, parts = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-        for problem, variant, deterministic in calls[part::parts]:
+        # Neighbors share kernels, and a tool takes long to read each one.
+        own = [x[len(x) * part // parts : len(x) * (part + 1) // parts] for x in lists]
+        for problem, variant, deterministic in own[0]:
             run(make_inputs(problem, "cpu"), problem, variant, deterministic)
-        for variant, problem, mask, deterministic in masks[part::parts]:
+        for variant, problem, mask, deterministic in own[1]:
             run(make_inputs(problem, "cpu"), problem, variant, deterministic, **mask)
-        for problem in of_fa3[part::parts]:
+        for problem in own[2]:
             run(make_inputs(problem, "cpu"), problem, "fa3", False, batch_invariant=True)
         if part == 0:
             if variants()[-1] == "fa3":

@@ -229,3 +229,15 @@ def test_report_files(machine: dict[str, str], tmp_path: Path) -> None:
     assert path.name == "sanitizer.json"
     tools = json.loads(path.read_text())["tools"]
     assert tools["racecheck"] == {"exit_status": 99, "seconds": 30}
+
+
+def test_tools_that_ran_apart_are_one_report_of_one_source() -> None:
+    now = {key: key for key in gpu_test_report.SAME_SETUP} | {"cases": 9}
+    clean, late = {"exit_status": 0, "seconds": 7}, {"exit_status": 124, "seconds": 400}
+    before = now | {"tools": {"racecheck": late, "memcheck": clean}}
+    both = gpu_test_report.with_other_tools({"racecheck": clean}, before, now)
+    assert both == {"memcheck": clean, "racecheck": clean}
+    for changed in ({"digest": "another"}, {"cases": 8}, {"device": "another"}):
+        alone = gpu_test_report.with_other_tools({"racecheck": clean}, before | changed, now)
+        assert alone == {"racecheck": clean}
+    assert gpu_test_report.with_other_tools({"racecheck": late}, {}, now) == {"racecheck": late}
