@@ -21,6 +21,11 @@ inline uint32_t halves_from(uint32_t x, uint32_t threshold) {
     };
     return ones(16) << 16 | ones(0);
 }
+inline void are_halves_from(uint32_t x, uint32_t threshold, bool& lower, bool& upper) {
+    const uint32_t ones = halves_from(x, threshold);
+    lower = ones & 1;
+    upper = ones >> 31;
+}
 inline uint32_t bit_range(uint32_t begin, uint32_t width) {
     return static_cast<uint32_t>(((uint64_t{1} << (width < 32 ? width : 32)) - 1) << begin);
 }
