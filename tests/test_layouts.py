@@ -17,6 +17,7 @@ from types import ModuleType
 import pytest
 import torch
 from compiled import DEVICE_CODE, FAKE_CUDA, NATIVE, python_module
+from dropout_bits import is_kept
 from mask_model import place_of
 from shared_memory import box_addresses, matmul_address
 
@@ -447,6 +448,27 @@ def test_words_hide_elements(
             ]
         want = [list(x) for x in zip(*shown, strict=True)] if by_keys else shown
         assert layouts.hidden_by_words(rows, cols, words, bits, first, by_keys) == want
+
+
+@pytest.mark.parametrize("by_keys", (False, True))
+@pytest.mark.parametrize("pairs", (False, True))
+@pytest.mark.parametrize(("rows", "cols"), ((16, 16), (16, 32), (32, 64)))
+def test_dropout_keeps_elements(
+    rows: int, cols: int, pairs: bool, by_keys: bool, layouts: ModuleType
+) -> None:
+    """Rows are queries and columns keys, or (by_keys) the other way round."""
+    source = random.Random(rows + cols)
+    for p in (0.1, 0.5, 0.9):
+        numbers = (source.getrandbits(60), source.getrandbits(40), source.randrange(9))
+        places = [16 * source.randrange(50) for _ in range(2)]
+        if not by_keys and cols > 16:
+            places[1] -= places[1] % 32
+        threshold = round(p * 2**15) * 0x10001
+        found = layouts.kept(rows, cols, pairs, numbers, threshold, *places, by_keys)
+        for row, col in itertools.product(range(rows), range(cols)):
+            place = places[0] + row, places[1] + col
+            i, j = place[::-1] if by_keys else place
+            assert found[row][col] == is_kept(*numbers[:2], p, numbers[2], i, j), (i, j)
 
 
 # --- Stores ---

@@ -41,7 +41,7 @@ constexpr Row row_of(const Row (&table)[kRows], HeadDims dims) {
 inline constexpr OptionSet kDense = OptionSet::kNone;
 inline constexpr OptionSet kVarlen = OptionSet::kVarlen;
 inline constexpr OptionSet kVarlenSplits = OptionSet::kVarlen | OptionSet::kSplits;
-// One option.
+// One option, beside sequences of any lengths and splits.
 inline constexpr OptionSet kWithSoftcap = kVarlenSplits | OptionSet::kSoftcap;
 inline constexpr OptionSet kWithAlibi = kVarlenSplits | OptionSet::kAlibi;
 inline constexpr OptionSet kWithDropout = kVarlenSplits | OptionSet::kDropout;

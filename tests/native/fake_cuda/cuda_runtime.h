@@ -136,16 +136,19 @@ T over_warp(T x, T start, Combine combine) {
 }
 }  // namespace device
 
-template <class T>
-T __shfl_xor_sync(uint32_t, T x, int mask, int = 32) {
-    if constexpr (std::is_integral_v<T>)
-        if (device::exchange != nullptr)
-            return static_cast<T>(device::exchange(x)[threadIdx.x ^ mask]);
-    return x;
-}
 // What lane `lane` has given to the same call; without it a lane gets its own number.
 namespace device {
 inline int64_t (*shuffle)(int64_t x, int lane) = nullptr;
+}
+template <class T>
+T __shfl_xor_sync(uint32_t, T x, int mask, int = 32) {
+    if constexpr (std::is_integral_v<T>) {
+        if (device::shuffle != nullptr)
+            return static_cast<T>(device::shuffle(x, threadIdx.x % 32 ^ mask));
+        if (device::exchange != nullptr)
+            return static_cast<T>(device::exchange(x)[threadIdx.x ^ mask]);
+    }
+    return x;
 }
 template <class T>
 T __shfl_sync(uint32_t, T x, int lane, int = 32) {
