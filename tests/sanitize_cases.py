@@ -16,7 +16,9 @@ import contextlib
 import dataclasses
 import itertools
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 import torch
 from attention_testing import (
@@ -38,6 +40,8 @@ import flash_ext
 from flash_ext import fp8
 
 HEAD_DIMS = ((40, 40), *KERNEL_DIMS)
+T = TypeVar("T")
+BEGIN = time.monotonic()
 LENGTHS = ((33, 70), (130, 65), (40, 530))  # the last: several KV tiles of every kernel
 
 
@@ -304,6 +308,14 @@ def to_device(x: torch.Tensor) -> torch.Tensor:
     return flat.as_strided(x.shape, x.stride(), x.storage_offset())
 
 
+def with_progress(name: str, items: Sequence[T]) -> Iterator[T]:
+    """The items; a run that is cut off has said how far it came."""
+    for number, item in enumerate(items):
+        if number % 20 == 0:
+            print(f"{time.monotonic() - BEGIN:.0f} s: {name}, {number} of {len(items)}", flush=True)
+        yield item
+
+
 if __name__ == "__main__":
     calls = [*cases(), *((problem, "fa3", False) for problem in fp8_cases())]
     of_fa3 = list(invariant()) if variants()[-1] == "fa3" else []
@@ -313,13 +325,13 @@ if __name__ == "__main__":
         print(count)
     else:
         tool, part, parts = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-        # Neighbors share kernels, and a tool takes long to read each one.
+        # Neighbors share kernels, each of which a tool has to instrument.
         own = [x[len(x) * part // parts : len(x) * (part + 1) // parts] for x in lists]
-        for problem, variant, deterministic in own[0]:
+        for problem, variant, deterministic in with_progress("calls", own[0]):
             run(make_inputs(problem, "cpu"), problem, variant, deterministic)
-        for variant, problem, mask, deterministic in own[1]:
+        for variant, problem, mask, deterministic in with_progress("masks", own[1]):
             run(make_inputs(problem, "cpu"), problem, variant, deterministic, **mask)
-        for problem in own[2]:
+        for problem in with_progress("batch-invariant calls", own[2]):
             run(make_inputs(problem, "cpu"), problem, "fa3", False, batch_invariant=True)
         if part == 0:
             if variants()[-1] == "fa3":
