@@ -46,10 +46,9 @@ class Mask:
     """Which keys each query sees: for `flash_ext.attention(q, k, v, mask=…)`.
 
     Kernels compute only the blocks of 128 queries by 128 keys that are visible, in whole or in
-    part. There is one for all heads, for each head of K and V, or for each query head. It lies on
-    the device. Making one, combining two with `&`, `|` and `~`, and using one
-    never wait for the device. Make it once for all layers and steps that share it: what calls
-    derive from it, as a mask with `causal` beside it, is kept on it.
+    part. All heads share one mask, or each head of K and V, or each query head has its own. Making
+    a mask, combining two with `&`, `|` and `~`, and using one never wait for the device. Make it
+    once for all layers and steps that share it: it keeps what calls derive from it.
 
     Masks of intervals (`intervals`, `documents`, `prefix`, `sinks`) need memory linear in the
     tokens, and so does `blocks` with blocks of 128 (beside its lists). Others hold a bit for each

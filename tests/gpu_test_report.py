@@ -79,7 +79,7 @@ def summary(stats: Mapping[str, list[pytest.TestReport]]) -> common.Json:
 
 
 def with_other_tools(tools: common.Json, before: common.Json, now: common.Json) -> common.Json:
-    """The tools of a run, and those of the report before if it is of the same calls and setup."""
+    """The tools of this run, and others of the last report if it had the same setup and calls."""
     kept = same_setup(before, now) and before.get("cases") == now["cases"]
     return dict(sorted(((before["tools"] if kept else {}) | tools).items()))
 

@@ -2,7 +2,7 @@
 # Runs every kernel on tiny shapes under compute-sanitizer: memcheck (out-of-bounds and
 # misaligned accesses), racecheck (shared-memory hazards), synccheck (wrong barriers) and initcheck
 # (reads of memory never written), on each GPU a part of the calls. Writes
-# benchmarks/results/<gpu>/sanitizer.json, beside what it has of other tools and the same source.
+# benchmarks/results/<gpu>/sanitizer.json, which keeps what other tools found in the same source.
 # Exits with 0 only if every tool ran to its end and found nothing.
 #
 #     bash tests/sanitize.sh [tool ...]

@@ -46,7 +46,7 @@ constexpr bool changes_scores(OptionSet set) { return score_options(set) != Opti
 constexpr bool only_softcap(OptionSet set) { return score_options(set) == OptionSet::kSoftcap; }
 constexpr bool only_alibi(OptionSet set) { return score_options(set) == OptionSet::kAlibi; }
 
-// Are entries of P dropped by pairs, as numbers of fp16? Then P has no factor before it is rounded:
+// Are entries of P dropped by pairs, as numbers of fp16? P then has no factor when it is rounded:
 // calls for which 1 / (1 - p) is large have a rare scale.
 constexpr bool drops_pairs(OptionSet set) {
     return contains(set, OptionSet::kDropout) && !contains(set, OptionSet::kRareScale);

@@ -413,7 +413,7 @@ FLASH_DEVICE uint32_t keep_pair(const DropoutMask& mask, uint32_t first, uint32_
     return ptx::halves_from(pair_of(first, second, row_half, col_half), mask.drop_threshold);
 }
 
-// visit(j, keep) for the elements by the words j = 0 and 1, in these rows and columns.
+// visit(j, keep) for the two elements that words 0 and 1 decide in these rows and columns.
 template <OptionSet kOptions, class Visit>
 FLASH_DEVICE void visit_pair(const DropoutMask& mask, const uint32_t (&words)[2], int row_half,
                              int col_half, Visit visit) {
@@ -499,7 +499,7 @@ FLASH_DEVICE void for_each_words_transposed(const DropoutMask& mask, int first_k
         }
 }
 
-// What 1 / (1 - p) has beside the factor that P had when it was rounded, for O and dV.
+// O and dV get the rest of 1 / (1 - p): P may have had a part of it when it was rounded.
 template <OptionSet kOptions>
 FLASH_DEVICE float late_factor(const AttentionParams& params) {
     if constexpr (!contains(kOptions, OptionSet::kDropout)) return 1.f;

@@ -73,7 +73,7 @@ FLASH_DEVICE uint32_t halves_from(uint32_t x, uint32_t threshold) {
     return bits;
 }
 
-// Is this so of the lower half, and of the upper one?
+// The same as two predicates, of the lower half and of the upper one.
 FLASH_DEVICE void are_halves_from(uint32_t x, uint32_t threshold, bool& lower, bool& upper) {
     uint32_t p, q;
     asm("{ .reg .b32 magnitude;\n"

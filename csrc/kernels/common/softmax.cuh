@@ -90,7 +90,8 @@ FLASH_DEVICE float exponentiate_row(Scores& s, int m, int i, Scale scale, float 
     return sum;
 }
 
-// Dropout, for tiles whose rows are queries: P becomes 0, or p_factor P, by pairs P.
+// Dropout, for tiles whose rows are queries: P becomes 0, or p_factor P; by pairs
+// (drops_pairs()) P stays as it is.
 template <OptionSet kOptions, class Scores>
 FLASH_DEVICE void drop(Scores& p, const AttentionParams& params, const Sequence& sequence, int head,
                        int first_query, int first_key) {

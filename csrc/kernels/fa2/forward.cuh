@@ -294,8 +294,8 @@ struct Fa2Forward {
         softmax.update(rS, rO, exponent_scale<kOptions>(params));
     }
 
-    // O += P V, with dropout of P. ptxas 13.0 and 13.5: at d 128, from here and with the sequence
-    // in shared memory, it does not spill.
+    // O += P V, with dropout of P. If P were dropped before the wait for V, or the sequence stayed
+    // in registers, d 128 would spill under ptxas 13.0 or 13.5.
     FLASH_DEVICE void accumulate(Output& rO, Scores& rP, int kv_tile, uint32_t stage) const {
         drop<kOptions>(rP, params, storage().tile_coord.sequence, head, first_query + warp_row,
                        kv_tile * kBlockKV);
