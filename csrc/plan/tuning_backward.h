@@ -195,9 +195,7 @@ inline constexpr OptionSets kFa3BackwardOptions{1, {kVarlen}};
 inline constexpr OptionSets kFa3BackwardBias{2, {kVarlen, kFa3Bias}};
 inline constexpr OptionSets kFa3BackwardAllOptions{
     7, {kVarlen, kWithSoftcap, kWithAlibi, kWithDropout, kFa3Bias, kFa3Mask, kFa3Scores}};
-// At 64 there are no registers for dropout: it is padded to 128. Nor is ALiBi common at 256.
-inline constexpr OptionSets kFa3BackwardScores{
-    6, {kVarlen, kWithSoftcap, kWithAlibi, kFa3Bias, kFa3Mask, kFa3Scores}};
+// ALiBi is not common at 256.
 inline constexpr OptionSets kFa3BackwardWideOptions{3, {kVarlen, kWithSoftcap, kFa3Scores}};
 
 // For heads whose dQ is summed in HBM. Tiles of 80 queries pay when Q, dO and dQ of a head no
@@ -209,6 +207,7 @@ struct Fa3BackwardRow {
     Fa3BackwardOverlap with_options = usual.overlap;
     Fa3BackwardShape many_queries = usual;  // without options
     Fa3BackwardShape with_bias{};           // of kFa3Bias
+    Fa3BackwardShape with_dropout = usual;  // of kWithDropout
 };
 
 inline constexpr Fa3BackwardRow kFa3Backward[] = {
@@ -225,7 +224,7 @@ inline constexpr Fa3BackwardRow kFa3Backward[] = {
                    .dq_registers = Fa3DQRegisters::kOwn,
                    .bias_stages = 2}},
     {.head_dims = {64, 64},
-     .options = kFa3BackwardScores,
+     .options = kFa3BackwardAllOptions,
      .usual = {.block_q = 128,
                .q_stages = 3,
                .overlap = kByMatmul,
@@ -237,14 +236,17 @@ inline constexpr Fa3BackwardRow kFa3Backward[] = {
                    .transpose_dq = false,
                    .hold_ds = false,
                    .dq_registers = Fa3DQRegisters::kOfDP,
-                   .bias_stages = 1}},
+                   .bias_stages = 1},
+     .with_dropout =
+         {.block_q = 96, .q_stages = 3, .hold_ds = false, .dq_registers = Fa3DQRegisters::kOwn}},
     {.head_dims = {96, 96}, .usual = {.block_q = 96}},
     {.head_dims = {128, 128},
      .options = kFa3BackwardAllOptions,
      .usual = {.block_q = 64, .q_stages = 3, .overlap = kByMatmulEarly},
      .with_options = kEarly,
      .many_queries = {.block_q = 80, .overlap = kLateFences},
-     .with_bias = {.block_q = 64, .overlap = kEarly, .bias_stages = 2}},
+     .with_bias = {.block_q = 64, .overlap = kEarly, .bias_stages = 2},
+     .with_dropout = {.block_q = 64, .q_stages = 3, .overlap = kEarly}},
 };
 
 inline constexpr int kManyQueries = 16384;
@@ -253,6 +255,7 @@ constexpr Fa3BackwardShape fa3_backward_shape(HeadDims dims, OptionSet options, 
     Fa3BackwardRow row = row_of(kFa3Backward, dims);
     if (contains(options, OptionSet::kBias)) return row.with_bias;
     if (contains(options, OptionSet::kMask)) return row.usual;
+    if (options == kWithDropout) return row.with_dropout;
     if (!visits_elements(options)) return many_queries ? row.many_queries : row.usual;
     row.usual.overlap = row.with_options;
     return row.usual;

@@ -475,30 +475,6 @@ FLASH_DEVICE void for_each_keep(const DropoutMask& mask, int first_query, int fi
         }
 }
 
-// visit(m, n, words) for every 16x16 block of a tile whose rows are keys and columns queries; both
-// begin at multiples of 16. A word has the elements of a lane's rows and of one of its columns; two
-// lanes of rows side by side share the call, and so each makes it for one of two columns.
-template <class Scores, class Visit>
-FLASH_DEVICE void for_each_words_transposed(const DropoutMask& mask, int first_key, int first_query,
-                                            Visit visit) {
-    const int parity = lane_row() % 2;
-#pragma unroll
-    for (int m = 0; m < Scores::kM; ++m)
-#pragma unroll
-        for (int n = 0; n < Scores::kN; n += 2) {
-            const int key = first_key + 16 * m + lane_row();
-            const Philox4 random =
-                mask.words(first_query + 8 * n + lane_col() + parity, key, MulWide{});
-            const bool second = key / 16 % 2 != 0;  // the same for all lanes
-            const uint32_t even = second ? random.v[2] : random.v[0];
-            const uint32_t odd = second ? random.v[3] : random.v[1];
-            const uint32_t own = parity == 0 ? even : odd;
-            const uint32_t other = __shfl_xor_sync(0xffffffff, parity == 0 ? odd : even, 4);
-            const uint32_t words[2] = {parity == 0 ? own : other, parity == 0 ? other : own};
-            visit(m, n, words);
-        }
-}
-
 // O and dV get the rest of 1 / (1 - p): P may have had a part of it when it was rounded.
 template <OptionSet kOptions>
 FLASH_DEVICE float late_factor(const AttentionParams& params) {
@@ -506,20 +482,44 @@ FLASH_DEVICE float late_factor(const AttentionParams& params) {
     return drops_pairs(kOptions) ? params.p_factor * params.late_factor : params.late_factor;
 }
 
-// visit(m, n, i, keep) for every element of such a tile.
+// visit(m, n, i, keep) for every element of a tile whose rows are keys and columns queries. Both
+// begin at multiples of 16, keys at one of 32 if the tile has 32: a call decides so many. Two lanes
+// of rows side by side share it, and so each makes it for one of two columns.
 template <OptionSet kOptions, class Scores, class Visit>
 FLASH_DEVICE void for_each_keep_transposed(const DropoutMask& mask, int first_key, int first_query,
                                            Visit visit) {
-    for_each_words_transposed<Scores>(
-        mask, first_key, first_query, [&](int m, int n, const uint32_t (&words)[2]) {
+    constexpr int kBlocks = Scores::kM % 2 == 0 ? 2 : 1;  // of 16 keys, for which a call is used
+    const bool odd = lane_row() % 2 != 0;
+    const auto exchanged = [&](uint32_t of_even, uint32_t of_odd, uint32_t (&words)[2]) {
+        const uint32_t own = odd ? of_odd : of_even;
+        const uint32_t other = __shfl_xor_sync(0xffffffff, odd ? of_even : of_odd, 4);
+        words[0] = odd ? other : own;
+        words[1] = odd ? own : other;
+    };
 #pragma unroll
-            for (int half = 0; half < 2; ++half)
+    for (int n = 0; n < Scores::kN; n += 2)
 #pragma unroll
-                for (int key = 0; key < 2; ++key)
-                    visit_pair<kOptions>(mask, words, half, key, [&](int parity, bool keep) {
-                        visit(m, n + half, 2 * key + parity, keep);
+        for (int m = 0; m < Scores::kM; m += kBlocks) {
+            const int key = first_key + 16 * m + lane_row();
+            const Philox4 random = mask.words(
+                first_query + 8 * n + ptx::not_hoisted(lane_col() + odd), key, MulWide{});
+            uint32_t words[kBlocks][2];
+            if constexpr (kBlocks == 2) {
+                exchanged(random.v[0], random.v[1], words[0]);
+                exchanged(random.v[2], random.v[3], words[1]);
+            } else {
+                const bool second = key / 16 % 2 != 0;  // the same for all lanes
+                exchanged(second ? random.v[2] : random.v[0], second ? random.v[3] : random.v[1],
+                          words[0]);
+            }
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+#pragma unroll
+                for (int j = 0; j < kBlocks; ++j)
+                    visit_pair<kOptions>(mask, words[j], i / 2, i % 2, [&](int parity, bool keep) {
+                        visit(m + j, n + i / 2, i % 2 * 2 + parity, keep);
                     });
-        });
+        }
 }
 
 }  // namespace flash_ext

@@ -81,9 +81,9 @@ template <class Element, int kHeadDim, int kHeadDimV, OptionSet kOptions,
           tuning::Fa3BackwardShape kTuning>
 struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions, kTuning> {
     using Base = typename Fa3Backward::Fa3BackwardProducers;
-    using Base::kBlockQ, Base::kBlockKV, Base::kConsumers, Base::elected, Base::params,
-        Base::storage, Base::work_tiles, Base::q_pipeline, Base::do_pipeline, Base::k_pipeline,
-        Base::v_pipeline, Base::dq_pipeline, Base::ds_barrier;
+    using Base::kBlockQ, Base::kBlockKV, Base::kConsumers, Base::kDropout, Base::elected,
+        Base::params, Base::storage, Base::work_tiles, Base::q_pipeline, Base::do_pipeline,
+        Base::k_pipeline, Base::v_pipeline, Base::dq_pipeline, Base::ds_barrier;
     using typename Base::QTile, typename Base::DOTile, typename Base::KTile, typename Base::VTile,
         typename Base::DSTile, typename Base::DQTile, typename Base::QPipeline,
         typename Base::DOPipeline, typename Base::DQPipeline, typename Base::WorkTileState;
@@ -94,7 +94,6 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
     using DQ = typename DQTile::Fragments;
     using Statistics = RowNumbers<kBlockQ>;
     using Order = PingPong<kConsumers, kTuning.ping_pong()>;
-    static constexpr bool kDropout = contains(kOptions, OptionSet::kDropout);
 
     // The index of this thread's warpgroup among the consumers, and the first row of its warp
     // within the KV tile.
@@ -153,10 +152,9 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
         int last_first = 0;  // the KeyTile's: each read from shared memory is a wait
         Interval full{};     // indices
         QTilePosition at{};
-        int iterations = 0;                                     // left
-        bool accumulate = false;                                // have dV and dK a sum already?
-        uint32_t kept[kDropout ? ceil_div(Scores::kN, 8) : 1];  // bits of the elements of S
-        DropoutMask dropout;                                    // of the sequence's head 0
+        int iterations = 0;       // left
+        bool accumulate = false;  // have dV and dK a sum already?
+        DropoutMask dropout;      // of the sequence's head 0
     };
 
     template <bool kFirst, class A, class B>
@@ -181,9 +179,10 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
         MNMajor<DOTile> do_columns{cta.do_pipeline.stages};
         Statistics lse_rows{ptx::shared_address(cta.storage.lse)};  // if by_matmul
         Statistics delta_rows{ptx::shared_address(cta.storage.minus_delta)};
-        KMajorBy32Bits<DSTile> ds_rows{cta.ds_tile(0), kTuning.transpose_dq ? 0 : consumer * 64};
+        KMajorBy32Bits<DSTile> ds_rows{cta.ds_tile(0),
+                                       DQTile::kHalvesQueries ? consumer * DQTile::kQueries : 0};
         MNMajor<DSTile> ds_columns{cta.ds_tile(0) + consumer * DSTile::kAtomBytes};
-        MNMajor<KTile> k_columns{cta.k_pipeline.stages + (kTuning.transpose_dq ? consumer : 0) *
+        MNMajor<KTile> k_columns{cta.k_pipeline.stages + (DQTile::kHalvesQueries ? 0 : consumer) *
                                                              (64 / KTile::kAtomCols) *
                                                              KTile::kAtomBytes};
 
@@ -290,49 +289,51 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
         warp_scores(s, tile).probabilities(s.rS, storage.lse[s.q.stage], masked, tile.large_lse);
     }
 
-    // Dropout's bits. Drawn beside S, dV and dK, when there are registers.
-    FLASH_DEVICE void draw(State& s, const KeyTile& tile) const {
-#pragma unroll
-        for (uint32_t& bits : s.kept) bits = 0;
+    // Dropout's words of dS's next stage. Drawn beside S, dV and dK.
+    FLASH_DEVICE void draw(State& s, const KeyTile& tile, uint32_t stage) const {
         DropoutMask mask = s.dropout;
         mask.head += s.at.head;
-        for_each_words_transposed<Scores>(
-            mask, tile.first_key + warp_key, q_tile(s.last_first, s.at.i) * kBlockQ,
-            [&](int, int n, const uint32_t (&words)[2]) {
-#pragma unroll
-                for (int j = 0; j < 4; ++j)  // query half, key half
-                    s.kept[n / 8] |= keep_pair(mask, words[0], words[1], j / 2, j % 2) &
-                                     0x10001u << (n % 8 * 2 + j);
-            });
+        storage.dropout.draw(stage, warp_key / 16, mask, tile.first_key + warp_key / 32 * 32,
+                             q_tile(s.last_first, s.at.i) * kBlockQ);
     }
 
     // With dropout Z / (1 - p): dS^T = P^T * (Z^T * dP^T / (1 - p) - delta), and P^T becomes Z^T *
     // P^T, whose factor comes at the end. dS has a part of its factor when it is rounded
-    // (ds_factor).
-    FLASH_DEVICE void drop(State& s) const {
+    // (ds_factor). Both are selected once rounded, two at a time: a predicate for each element
+    // takes twice as many instructions.
+    FLASH_DEVICE void drop(State& s, uint32_t stage) const {
         const float* minus_delta = storage.minus_delta[s.d.stage];
         using Piece = RegisterTile<16, 8>;
+        uint32_t words[2];
 #pragma unroll
         for (int n = 0; n < Scores::kN; ++n) {
-            auto& p = reinterpret_cast<Piece&>(s.rS.v[0][n]);
+            const auto& p = reinterpret_cast<const Piece&>(s.rS.v[0][n]);
             auto& ds = reinterpret_cast<Piece&>(s.rdP.v[0][n]);
+            Piece dropped;
+            if (n % 2 == 0) storage.dropout.read(words, stage, warp_key / 16, n / 2);
             const float2 of_queries = column_pair(minus_delta, n);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const bool keep = (s.kept[n / 8] & 1u << (i % 2 * 16 + n % 8 * 2 + i / 2)) != 0;
                 const float minus = i % 2 == 0 ? of_queries.x : of_queries.y;
                 float& x = ds.v[0][0][i];
-                x = p.v[0][0][i] * (keep ? x * params.ds_factor + minus : minus);
-                if (!keep) p.v[0][0][i] = 0.f;
+                dropped.v[0][0][i] = p.v[0][0][i] * minus;
+                x = p.v[0][0][i] * (x * params.ds_factor + minus);
             }
             s.rP.template round_columns<Element>(p, 8 * n);
             s.rdS.template round_columns<Element>(ds, 8 * n);
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {  // halves of the keys
+                const uint32_t keep = keep_pair(s.dropout, words[0], words[1], n % 2, i);
+                uint32_t& x = s.rdS.v[n / 2][n % 2 * 2 + i];
+                s.rP.v[n / 2][n % 2 * 2 + i] &= keep;
+                x = (x & keep) | (dropped.template pack<Element>(0, 0, i) & ~keep);
+            }
         }
     }
 
     // dS^T = P^T * (dP^T - delta), and both rounded to operands.
-    FLASH_DEVICE void softmax_gradient(State& s, const KeyTile& tile) const {
-        if constexpr (kDropout) return drop(s);
+    FLASH_DEVICE void softmax_gradient(State& s, const KeyTile& tile, uint32_t stage) const {
+        if constexpr (kDropout) return drop(s, stage);
         const auto& lse = storage.lse[s.q.stage];
         using Piece = RegisterTile<16, 8>;  // ptxas 13.0: wider ones serialize wgmma at d 64
         const bool softcap = contains(kOptions, OptionSet::kSoftcap) && params.softcap != 0.f;
@@ -399,7 +400,7 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
         k_pipeline.consumer_wait(s.kv);
         Order::wait(consumer);
         issue_s(s, x);
-        if constexpr (kDropout) draw(s, tile);
+        if constexpr (kDropout) draw(s, tile, s.ds);
         const auto seen = visible(s, tile);
         finish(s.rS);
         v_pipeline.consumer_wait(s.kv);
@@ -407,7 +408,7 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
         Order::signal_next(consumer);
         probabilities(s, tile, seen);
         finish(s.rdP);
-        softmax_gradient(s, tile);
+        softmax_gradient(s, tile, s.ds);
         store_ds(s.rdS, s.ds);
         store_float32_dbias(s, tile);
         commit_ds(s);
@@ -424,7 +425,7 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
         issue_dv_dk(s, x);
         if (kTuning.late_fences()) commit_dq(s, s.accumulate);
         s.accumulate = true;
-        if constexpr (kDropout) draw(s, tile);
+        if constexpr (kDropout) draw(s, tile, s.ds ^ 1);
         const auto seen = visible(s, tile);
         finish_dv_dk(s);
         warpgroup_fence(s.rS);
@@ -435,7 +436,7 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
         if (kTuning.early_exponentials()) wait_ds(s, tile, before);
         finish(s.rdP);
         if (!kTuning.early_exponentials()) wait_ds(s, tile, before);
-        softmax_gradient(s, tile);
+        softmax_gradient(s, tile, s.ds ^ 1);
         if (!kTuning.late_fences()) store_ds(s.rdS, s.ds ^ 1);
         store_float32_dbias(s, tile);
         issue_dq(s, x);

@@ -23,23 +23,26 @@ FLASH_DEVICE int* tiles_done(const BackwardParams& params, const Sequence& seque
 }
 
 // A consumer's half of dQ has the 64 rows of a wgmma: queries, or with kTranspose rows of dQ^T,
-// which are columns of dQ. The number of queries can then be any multiple of 8. At head dim 96 the
-// last 32 columns do not exist: wgmma reads what follows K in shared memory, and the warps that get
-// the result do not store it.
+// which are columns of dQ. The number of queries can then be any multiple of 8. At head dim 64 each
+// consumer has all columns and half of the queries, a multiple of 16. At head dim 96 the last 32
+// columns do not exist: wgmma reads what follows K in shared memory, and the warps that get the
+// result do not store it.
 template <class Element_, int kHeadDim, int kBlockQ_, bool kTranspose>
 struct Fa3DQTile {
     using Element = Element_;
     using QTile = SharedTile<Element, kBlockQ_, kHeadDim>;
-    using Fragments = RegisterTile<16, kTranspose ? kBlockQ_ : kHeadDim>;  // of a warp
+    static constexpr bool kHalvesQueries = !kTranspose || kHeadDim == 64;
+    static constexpr int kQueries = kBlockQ_ / (kHalvesQueries ? 2 : 1);   // of a consumer
+    using Fragments = RegisterTile<16, kTranspose ? kQueries : kHeadDim>;  // of a warp
     using Floats = std::conditional_t<kTranspose, float4, float2>;  // of a lane and 8 queries
     static constexpr int kBlockQ = kBlockQ_;
     static constexpr int kThreads = 256;
     static constexpr bool kMayBeVarlen = true;
     static constexpr bool kUnaligned = false;
-    static_assert(kTranspose ? kHeadDim > 64 : kBlockQ == 128);
+    static_assert(kTranspose ? kHeadDim >= 64 && kQueries % 16 == 0 : kQueries == 64);
 
     // The consumers' warps that have rows.
-    static constexpr int kWarps = kTranspose ? kHeadDim / 16 : kBlockQ / 16;
+    static constexpr int kWarps = kHalvesQueries ? 8 : kHeadDim / 16;
     static FLASH_DEVICE int warps(int consumer) {
         return kWarps == 8 || consumer == 0 ? 4 : kWarps - 4;
     }
@@ -50,11 +53,12 @@ struct Fa3DQTile {
         int size;
     };
     static FLASH_DEVICE Half half(int consumer, int rows) {
-        if constexpr (kTranspose) {
+        if constexpr (kHalvesQueries) {
+            const int first = consumer * kQueries;
+            return {first * kHeadDim, clamp(rows - first, 0, kQueries) * kHeadDim};
+        } else {
             const int cols = consumer == 0 ? 64 : kHeadDim - 64;
             return {consumer * 64 * rows, cols * rows};
-        } else {
-            return {consumer * 64 * kHeadDim, clamp(rows - consumer * 64, 0, 64) * kHeadDim};
         }
     }
 
@@ -64,15 +68,16 @@ struct Fa3DQTile {
     template <class Visit>
     static FLASH_DEVICE void for_each(int consumer, Visit visit) {
         const int warp = warp_id() % 4;
+        const int first = kHalvesQueries ? kQueries * consumer : 0;
 #pragma unroll
         for (int n = 0; n < Fragments::kN; ++n)
             if constexpr (kTranspose) {
-                visit(n, 0, (n * warps(consumer) + warp) * 32 + lane_id(), 8 * n);
+                visit(n, 0, (n * warps(consumer) + warp) * 32 + lane_id(), first + 8 * n);
             } else {
 #pragma unroll
                 for (int i = 0; i < 2; ++i)
                     visit(n, 2 * i, ((2 * warp + i) * Fragments::kN + n) * 32 + lane_id(),
-                          64 * consumer + 16 * warp + 8 * i);
+                          first + 16 * warp + 8 * i);
             }
     }
 
@@ -109,10 +114,12 @@ struct Fa3DQTile {
         rdQ.scale(params.gradient_scale);
         if constexpr (kTranspose) {
             const int lane = lane_id();
-            const uint32_t address =
-                shared + QTile::offset(lane / 16 * 8 + lane % 8, 2 * warp_id() + lane / 8 % 2);
+            const int first_row = kHalvesQueries ? consumer * kQueries : 0;
+            const int first_chunk = 2 * (kHalvesQueries ? warp_id() % 4 : warp_id());
+            const uint32_t address = shared + QTile::offset(first_row + lane / 16 * 8 + lane % 8,
+                                                            first_chunk + lane / 8 % 2);
 #pragma unroll
-            for (int k = 0; k < kBlockQ / 16; ++k) {
+            for (int k = 0; k < kQueries / 16; ++k) {
                 uint32_t blocks[4];  // of 8 columns and 8 queries
                 AFromRegisters<Element, Fragments>{rdQ}.load_a(blocks, 0, k);
                 ptx::stmatrix_x4_trans(address + k * 16 * QTile::kPitch, blocks);

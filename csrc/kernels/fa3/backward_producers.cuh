@@ -4,6 +4,7 @@
 
 #include "kernels/fa3/backward_dq_tile.cuh"
 #include "kernels/fa3/cta.cuh"
+#include "kernels/fa3/dropout_words.cuh"
 #include "kernels/fa3/mask_tiles.cuh"
 #include "kernels/fa3/stored_dbias.cuh"
 #include "plan/tuning_backward.h"
@@ -36,6 +37,7 @@ struct Fa3BackwardProducers : Fa3Cta<std::conditional_t<contains(kOptions, Optio
     static_assert(!(kTuning.by_matmul() && visits_elements(kOptions)));
     static constexpr bool kBias = contains(kOptions, OptionSet::kBias);
     static constexpr bool kMask = contains(kOptions, OptionSet::kMask);
+    static constexpr bool kDropout = contains(kOptions, OptionSet::kDropout);
     static_assert(!kMask || kMaskBlock % kBlockQ == 0);
     static constexpr int kProducerRegisters = kMask ? 40 : 24;
     static constexpr int kConsumerRegisters = kMask ? 232 : 240;
@@ -71,6 +73,7 @@ struct Fa3BackwardProducers : Fa3Cta<std::conditional_t<contains(kOptions, Optio
         char ds[2][DSTile::kBytes];
         [[no_unique_address]] BiasStorage bias;
         [[no_unique_address]] BackwardMaskStorage<kMask, kTuning.q_stages, kBlockQ> mask;
+        [[no_unique_address]] DropoutWords<kDropout, 4 * kConsumers, kBlockQ / 16> dropout;
         // Not last: compute-sanitizer takes a RowNumbers operand for twice as long as it is.
         Statistic lse[QPipeline::kStages][kBlockQ];
         Statistic minus_delta[DOPipeline::kStages][kBlockQ];
