@@ -173,14 +173,15 @@ def arrivals_of(found: Run, moments: list[Moment]) -> tuple[Counter[str], bool]:
     return count, any(component >= threads for component, _ in moments)
 
 
-def ds_stored_barrier() -> int:
-    """The first named barrier that is not ping-pong's."""
-    cta = (FA3 / "cta.cuh").read_text()
-    return int(re.search(r"kDSStoredBarrier = (\d+)", cta)[1])
+def name_of(number: int) -> str:
+    """A named barrier's, by the first ones of each name."""
+    first = re.findall(r"k(\w+)Barrier = (\d+)", (FA3 / "cta.cuh").read_text())
+    names = {"PingPong": "ping-pong", "DSStored": "dS stored", "Dropout": "dropout"}
+    return names[max((int(i), name) for name, i in first if int(i) <= number)[1]]
 
 
 def ping_pong(found: Run) -> bool:
-    return any(kind == "barrier" and 0 < i < ds_stored_barrier() for kind, i in found.named)
+    return any(kind == "barrier" and i > 0 and name_of(i) == "ping-pong" for kind, i in found.named)
 
 
 def check_tables(name: str, found: Run) -> None:
@@ -212,9 +213,8 @@ def check_tables(name: str, found: Run) -> None:
     assert in_table == {x.name.split("[")[0] for x in used}
     for (kind, number), barrier in found.named.items():
         if kind == "barrier" and number > 0:
-            of_ds = number >= ds_stored_barrier()
-            others = "sums (named)" if name.startswith("bias_gradient") else "ping-pong (named)"
-            arrivals, who_waits = table["dS stored (named)" if of_ds else others]
+            name_in_table = "sums" if name.startswith("bias_gradient") else name_of(number)
+            arrivals, who_waits = table[f"{name_in_table} (named)"]
             threads = int(re.search(r"\d+", arrivals).group())
             assert barrier.arrivals == threads + 128 * ("threads count too" in who_waits)
 

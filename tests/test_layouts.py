@@ -461,6 +461,8 @@ def test_dropout_keeps_elements(
     for p in (0.1, 0.5, 0.9):
         numbers = (source.getrandbits(60), source.getrandbits(40), source.randrange(9))
         places = [16 * source.randrange(50) for _ in range(2)]
+        if by_keys and rows > 16:
+            places[0] -= places[0] % 32
         if not by_keys and cols > 16:
             places[1] -= places[1] % 32
         threshold = round(p * 2**15) * 0x10001
@@ -469,6 +471,16 @@ def test_dropout_keeps_elements(
             place = places[0] + row, places[1] + col
             i, j = place[::-1] if by_keys else place
             assert found[row][col] == is_kept(*numbers[:2], p, numbers[2], i, j), (i, j)
+
+
+def test_two_warps_share_dropouts_words(layouts: ModuleType) -> None:
+    """In fa3's backward: rows are keys and columns queries."""
+    for p, numbers in ((0.1, (7, 8, 9)), (0.9, (2**60 + 1, 2**40 + 3, 0))):
+        found = layouts.kept_by_words(numbers, round(p * 2**15) * 0x10001, 256, 192)
+        assert found == [
+            [is_kept(*numbers[:2], p, numbers[2], 192 + i, 256 + j) for i in range(96)]
+            for j in range(128)
+        ]
 
 
 # --- Stores ---
@@ -588,9 +600,13 @@ def test_numbers_without_descales_are_never_cooled(head_dim: int, layouts: Modul
     assert layouts.may_be_large(head_dim, 4 * head_dim**-0.5), "a larger scale is not overlooked"
 
 
-@pytest.mark.parametrize("head_dim", (64, 96, 128))
-def test_ds_is_stored_where_the_matmuls_read_it(head_dim: int, layouts: ModuleType) -> None:
+@pytest.mark.parametrize(
+    ("head_dim", "dropout"), ((64, False), (64, True), (96, False), (128, False))
+)
+def test_ds_is_stored_where_the_matmuls_read_it(
+    head_dim: int, dropout: bool, layouts: ModuleType
+) -> None:
     """By both consumers of fa3/backward.cuh, whose fragments number the elements."""
-    found = layouts.stored_ds(head_dim)
+    found = layouts.stored_ds(head_dim, dropout)
     queries = len(found[0])
     assert found == [[queries * key + query for query in range(queries)] for key in range(128)]

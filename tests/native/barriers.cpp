@@ -104,6 +104,8 @@ BackwardParams backward_params(const Shape& call, int head_dim, bool general = f
     std::fill(std::begin(semaphores), std::end(semaphores), 0);
     x.dq_semaphore = semaphores;
     x.tile_count_semaphore = words;
+    static const int64_t numbers[2]{};
+    x.rng_state = numbers;
     return x;
 }
 
@@ -481,6 +483,8 @@ const std::map<std::string, cudaError_t (*)(const Shape&)> kKernels{
     {"backward 128", backward<128>},  // early exponentials
     {"backward 128, many queries", backward<128, true>},
     {"backward 64, general", backward<64, false, tuning::kFa3Scores>},
+    {"backward 64, dropout", backward<64, false, tuning::kWithDropout>},
+    {"backward 128, dropout", backward<128, false, tuning::kWithDropout>},
     {"backward 64, bias", backward<64, false, tuning::kFa3Bias>},
     {"backward 64, bias of 16 bits", backward<64, false, tuning::kFa3Bias, false>},
     {"backward 128, bias", backward<128, false, tuning::kFa3Bias>},

@@ -41,7 +41,8 @@
 //
 // Shared memory: K, V; pipelines of Q and dO tiles with lse and delta; two stages of dS^T; each
 // consumer's half of dQ; the work-tile pipeline (KeyTile); with a bias a pipeline of its tiles, and
-// dS by queries, as dbias has it (stored_dbias.cuh). A mask of tiles (mask_tiles.cuh) comes with Q.
+// dS by queries, as dbias has it (stored_dbias.cuh); with dropout its words (dropout_words.cuh). A
+// mask of tiles (mask_tiles.cuh) comes with Q.
 //
 //   barrier               arrivals per phase                   who waits
 //   full(Q, dO, K, V)     1: its producer; and TMA's bytes     consumers, before the matmul
@@ -67,6 +68,8 @@
 //                         it
 //   dS stored (named)     the 128 threads of a consumer        the same threads, before a dK that
 //                                                              takes dS from shared memory
+//   dropout (named)       64: the threads of two warps, when   the same threads, before they read
+//                         their words are drawn                words
 //   ping-pong (named)     128: the other consumer, when its    a consumer (its 128 threads count
 //                         dP is started                        too), before it starts S
 #pragma once
