@@ -390,7 +390,8 @@ struct BackwardTile {
             return;
         }
         uint32_t dropped[Scores::kM][ceil_div(Scores::kN, 8)] = {};
-        if (params.rng_state != nullptr) {
+        const bool drops = contains(kOptions, OptionSet::kDropout) && params.rng_state != nullptr;
+        if (drops) {
             const float ds_factor = params.ds_factor;
             for_each_keep_transposed<kOptions, Scores>(
                 dropout_mask(params, sequence, walk.head), first_key + warp_key, first_query,
@@ -407,7 +408,7 @@ struct BackwardTile {
                     return statistics(walk.stage).lse_log2[query] +
                            statistics(walk.stage).reference[query];
                 });
-        if (params.rng_state != nullptr) {
+        if (drops) {
 #pragma unroll
             for (int m = 0; m < Scores::kM; ++m)
 #pragma unroll
