@@ -54,7 +54,6 @@ struct Fa2BackwardRow {
     MmaBackwardShape plain;
     MmaBackwardShape with_bias = plain;     // of kFa2Bias
     MmaBackwardShape with_softcap = plain;  // of kWithSoftcap
-    MmaBackwardShape with_dropout = plain;
     MmaBackwardShape varlen = plain;
     MmaBackwardShape small_plain = plain;  // where shared memory does not suffice (163 KB, A100)
     MmaBackwardShape small_with_bias = with_bias;
@@ -78,7 +77,6 @@ inline constexpr Fa2BackwardRow kFa2Backward[] = {
      .general = {.block_q = 32, .keys_per_warp = 32, .warps_kv = 4, .warps_d = 2},
      .plain = {.block_q = 64, .keys_per_warp = 32, .warps_kv = 4, .warps_d = 2},
      .with_softcap = {.block_q = 32, .keys_per_warp = 32, .warps_kv = 4, .warps_d = 2},
-     .with_dropout = {.block_q = 32, .keys_per_warp = 32, .warps_kv = 4, .warps_d = 2},
      .small_with_bias = {.block_q = 32, .keys_per_warp = 32, .warps_kv = 4, .warps_d = 2}},
     {.head_dims = {192, 128},
      .options = kFa2RareBackwardOptions,
@@ -104,7 +102,6 @@ constexpr MmaBackwardShape fa2_backward_shape(HeadDims dims, OptionSet options,
     const Fa2BackwardRow row = row_of(kFa2Backward, dims);
     if (has_bias_tiles(options)) return less_memory ? row.small_with_bias : row.with_bias;
     if (options == kWithSoftcap) return row.with_softcap;
-    if (options == kWithDropout) return row.with_dropout;
     if (changes_scores(options)) return row.general;
     if (contains(options, kVarlen)) return row.varlen;
     return less_memory ? row.small_plain : row.plain;

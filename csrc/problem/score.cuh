@@ -483,12 +483,12 @@ FLASH_DEVICE float late_factor(const AttentionParams& params) {
 }
 
 // visit(m, n, i, keep) for every element of a tile whose rows are keys and columns queries. Both
-// begin at multiples of 16, keys at one of 32 if the tile has 32: a call decides so many. Two lanes
-// of rows side by side share it, and so each makes it for one of two columns.
-template <OptionSet kOptions, class Scores, class Visit>
+// begin at multiples of 16, keys at one of 32 if kBlocks, the blocks of 16 keys for which a call is
+// used, are two. Two lanes of rows side by side share it, and so each makes it for one of two
+// columns.
+template <OptionSet kOptions, class Scores, int kBlocks = Scores::kM % 2 == 0 ? 2 : 1, class Visit>
 FLASH_DEVICE void for_each_keep_transposed(const DropoutMask& mask, int first_key, int first_query,
                                            Visit visit) {
-    constexpr int kBlocks = Scores::kM % 2 == 0 ? 2 : 1;  // of 16 keys, for which a call is used
     const bool odd = lane_row() % 2 != 0;
     const auto exchanged = [&](uint32_t of_even, uint32_t of_odd, uint32_t (&words)[2]) {
         const uint32_t own = odd ? of_odd : of_even;

@@ -384,9 +384,10 @@ struct BackwardTile {
         // and the other part comes at the end.
         const int first_query = walk.q_tile() * kBlockQ + warp_query();
         if constexpr (drops_pairs(kOptions)) {
-            dropout_gradient<kOptions>(rdS, rP, dropout_mask(params, sequence, walk.head),
-                                       first_key + warp_key, first_query, minus_delta,
-                                       params.ds_factor);
+            constexpr int kBlocks = kHeadDim > 64 ? 1 : 2;  // ptxas 13.0: with two d 128 spills
+            dropout_gradient<kOptions, kBlocks>(rdS, rP, dropout_mask(params, sequence, walk.head),
+                                                first_key + warp_key, first_query, minus_delta,
+                                                params.ds_factor);
             return;
         }
         uint32_t dropped[Scores::kM][ceil_div(Scores::kN, 8)] = {};
