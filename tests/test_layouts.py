@@ -450,26 +450,28 @@ def test_words_hide_elements(
         assert layouts.hidden_by_words(rows, cols, words, bits, first, by_keys) == want
 
 
-@pytest.mark.parametrize("by_keys", (False, True))
 @pytest.mark.parametrize("pairs", (False, True))
-@pytest.mark.parametrize(("rows", "cols"), ((16, 16), (16, 32), (32, 64)))
+@pytest.mark.parametrize(
+    ("rows", "cols", "blocks"),
+    (*itertools.product((16,), (16, 32), (0, 1)), *((32, 64, blocks) for blocks in (0, 1, 2))),
+)
 def test_dropout_keeps_elements(
-    rows: int, cols: int, pairs: bool, by_keys: bool, layouts: ModuleType
+    rows: int, cols: int, pairs: bool, blocks: int, layouts: ModuleType
 ) -> None:
-    """Rows are queries and columns keys, or (by_keys) the other way round."""
+    """Rows are queries and columns keys, or the other way round and so many blocks share a call."""
     source = random.Random(rows + cols)
     for p in (0.1, 0.5, 0.9):
         numbers = (source.getrandbits(60), source.getrandbits(40), source.randrange(9))
         places = [16 * source.randrange(50) for _ in range(2)]
-        if by_keys and rows > 16:
+        if blocks == 2:
             places[0] -= places[0] % 32
-        if not by_keys and cols > 16:
+        if blocks == 0 and cols > 16:
             places[1] -= places[1] % 32
         threshold = round(p * 2**15) * 0x10001
-        found = layouts.kept(rows, cols, pairs, numbers, threshold, *places, by_keys)
+        found = layouts.kept(rows, cols, pairs, numbers, threshold, *places, blocks)
         for row, col in itertools.product(range(rows), range(cols)):
             place = places[0] + row, places[1] + col
-            i, j = place[::-1] if by_keys else place
+            i, j = place[::-1] if blocks else place
             assert found[row][col] == is_kept(*numbers[:2], p, numbers[2], i, j), (i, j)
 
 

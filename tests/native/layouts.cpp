@@ -261,10 +261,11 @@ std::vector<std::vector<bool>> hidden(const std::vector<std::array<uint32_t, 4>>
     return all;
 }
 
-// The elements that dropout keeps of a tile: rows are queries, or (by_keys) keys.
+// The elements that dropout keeps of a tile: rows are queries, or keys, and `blocks` of 16 keys
+// share a call.
 template <OptionSet kOptions, int kRows, int kCols>
 std::vector<std::vector<bool>> kept(const DropoutMask& mask, int first_row, int first_col,
-                                    bool by_keys) {
+                                    int blocks) {
     using Scores = RegisterTile<kRows, kCols>;
     std::vector<std::vector<bool>> all(kRows, std::vector<bool>(kCols));
     device::shuffle = device::shuffle_of_warp;
@@ -273,10 +274,12 @@ std::vector<std::vector<bool>> kept(const DropoutMask& mask, int first_row, int 
         const auto visit = [&](int m, int n, int i, bool keep) {
             all[16 * m + lane_row() + i / 2 * 8][8 * n + lane_col() + i % 2] = keep;
         };
-        if (by_keys) {
-            for_each_keep_transposed<kOptions, Scores>(mask, first_row, first_col, visit);
-        } else {
+        if (blocks == 0) {
             for_each_keep<kOptions, Scores>(mask, first_row, first_col, visit);
+        } else if (blocks == 1) {
+            for_each_keep_transposed<kOptions, Scores, 1>(mask, first_row, first_col, visit);
+        } else {
+            for_each_keep_transposed<kOptions, Scores>(mask, first_row, first_col, visit);
         }
     });
     device::shuffle = nullptr;
@@ -311,14 +314,14 @@ PYBIND11_MODULE(flash_ext_layouts, m) {
               return kernel(visible, first_col);
           });
     m.def("kept", [](int rows, int cols, bool pairs, std::array<int64_t, 3> numbers,
-                     uint32_t threshold, int first_row, int first_col, bool by_keys) {
+                     uint32_t threshold, int first_row, int first_col, int blocks) {
         constexpr OptionSet kPairs = OptionSet::kDropout;
         constexpr OptionSet kSingle = OptionSet::kDropout | OptionSet::kRareScale;
         const DropoutMask mask(numbers[0], numbers[1], numbers[2], threshold);
         const auto kernel = rows == 32   ? (pairs ? kept<kPairs, 32, 64> : kept<kSingle, 32, 64>)
                             : cols == 16 ? (pairs ? kept<kPairs, 16, 16> : kept<kSingle, 16, 16>)
                                          : (pairs ? kept<kPairs, 16, 32> : kept<kSingle, 16, 32>);
-        return kernel(mask, first_row, first_col, by_keys);
+        return kernel(mask, first_row, first_col, blocks);
     });
     m.def("hidden_by_words",
           [](int rows, int cols, const std::vector<std::array<uint32_t, 4>>& words, bool bits,
