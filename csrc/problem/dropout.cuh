@@ -5,7 +5,7 @@
 // blocks side by side that one lane of mma.m16n8k16's accumulator layout holds: rows r and r + 8,
 // columns 2 c, 2 c + 1 and those 8, 16 and 24 further. A word serves four elements, 8 rows and 8
 // columns apart: these are also what a lane holds of the transposed block. Their numbers are the
-// word rotated by 1, 9, 17 and 25 bits, of which the upper 15 count (docs/notes/031-options.md):
+// word rotated by 1, 9, 17 and 25 bits, of which the upper 15 count (docs/notes/039-dropout.md):
 // without its first bit, half of a word is a number of fp16, and two are compared at once.
 #pragma once
 
