@@ -7,8 +7,9 @@
 #
 #     bash tests/sanitize.sh [tool ...]
 #
-# May be set: PYTHON, SECONDS_PER_TOOL (300), COMPUTE_SANITIZER (its path), CUDA_VISIBLE_DEVICES: a
-# GPU that is named several times has as many parts at a time (0,0,0,0).
+# May be set: ONLY, an option: calls with it alone, and no report (ONLY=dropout_p); PYTHON,
+# SECONDS_PER_TOOL (300), COMPUTE_SANITIZER (its path), CUDA_VISIBLE_DEVICES: a GPU that is named
+# several times has as many parts at a time (0,0,0,0).
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -63,6 +64,7 @@ done
 cat "$logs"/*.all >"$logs/summary"
 echo "=== tool, exit status (0 clean, 99 errors found, 124 out of time), seconds"
 cat "$logs/summary"
+[ -z "${ONLY:-}" ] || exit $failed
 cases=$("$PYTHON" tests/sanitize_cases.py --count) &&
     "$PYTHON" tests/gpu_test_report.py --cases "$cases" "$logs/summary" || failed=1
 exit $failed

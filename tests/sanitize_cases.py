@@ -8,6 +8,7 @@ should not read.
 
     python tests/sanitize_cases.py TOOL PART PARTS   # a part of them
     python tests/sanitize_cases.py --count
+    ONLY=dropout_p python tests/sanitize_cases.py --count   # the calls with this option
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -318,9 +320,11 @@ def with_progress(name: str, items: Sequence[T]) -> Iterator[T]:
 
 
 if __name__ == "__main__":
+    only = os.environ.get("ONLY", "")
     calls = [*cases(), *((problem, "fa3", False) for problem in fp8_cases())]
+    calls = [x for x in calls if not only or getattr(x[0], only)]
     of_fa3 = list(invariant()) if variants()[-1] == "fa3" else []
-    lists = calls, list(masked()), of_fa3
+    lists = (calls, [], []) if only else (calls, list(masked()), of_fa3)
     count = sum(map(len, lists))
     if "--count" in sys.argv:
         print(count)
@@ -334,13 +338,13 @@ if __name__ == "__main__":
             run(make_inputs(problem, "cpu"), problem, variant, deterministic, **mask)
         for problem in with_progress("batch-invariant calls", own[2]):
             run(make_inputs(problem, "cpu"), problem, "fa3", False, batch_invariant=True)
-        if part == 0:
+        if part == 0 and not only:
             if variants()[-1] == "fa3":
                 quantize_all()
             combine()
             append()
             make_masks()
-        if tool == "memcheck" and part == parts - 1:
+        if tool == "memcheck" and part == parts - 1 and not only:
             for case in wild_offsets():
                 run(*case)
         print(f"{tool}, part {part} of {parts}, {count} calls: flash_ext {flash_ext.__version__}")

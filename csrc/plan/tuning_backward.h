@@ -171,7 +171,7 @@ struct Fa3BackwardShape {
     int q_stages = 2;   // of Q tiles with their lse
     int do_stages = 2;  // of dO tiles with their delta
     Fa3BackwardOverlap overlap = kPingPong;
-    bool transpose_dq = true;  // a consumer's half of dQ: 64 columns, or 64 rows
+    bool transpose_dq = true;  // a consumer's half of dQ: 64 rows of dQ^T, or of dQ
     bool hold_ds = true;       // dK takes dS from registers, or from shared memory
     Fa3DQRegisters dq_registers = Fa3DQRegisters::kOfS;
     int bias_stages = 0;  // of tiles of the bias, with kFa3Bias

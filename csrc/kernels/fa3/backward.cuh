@@ -28,11 +28,11 @@
 //
 // dQ sums over the keys of both consumers. So dS^T goes through shared memory, and each consumer
 // computes half of dQ: at head dims 96 and 128 64 of its columns (the second one 32 of 96), as
-// dQ^T, in the registers of S; at 32 and 64 half of its rows. dQ is summed over CTAs in float32 in
-// HBM: each consumer writes its half to shared memory, in fragment order, and a producer adds it by
-// TMA. A fence after a store waits until the store is done. With late_fences (tuning_backward.h) dS
-// is stored after dQ has been started, and the fence of dQ comes after the next S, dV and dK.
-// Stored that late, too, dQ would delay them (note 027).
+// dQ^T, in the registers of S; at 32 and 64 half of its rows (Fa3DQTile). dQ is summed over CTAs in
+// float32 in HBM: each consumer writes its half to shared memory, in fragment order, and a producer
+// adds it by TMA. A fence after a store waits until the store is done. With late_fences
+// (tuning_backward.h) dS is stored after dQ has been started, and the fence of dQ comes after the
+// next S, dV and dK. Stored that late, too, dQ would delay them (note 027).
 //
 // The preprocess pass computes lse and delta and zeroes dq_accum. The postprocess pass converts dQ,
 // head by head, on the SMs that have no more tiles. For short sequences, and in deterministic mode,
