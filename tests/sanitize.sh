@@ -7,9 +7,9 @@
 #
 #     bash tests/sanitize.sh [tool ...]
 #
-# May be set: ONLY, an option: calls with it alone, and no report (ONLY=dropout_p); PYTHON,
-# SECONDS_PER_TOOL (300), COMPUTE_SANITIZER (its path), CUDA_VISIBLE_DEVICES: a GPU that is named
-# several times has as many parts at a time (0,0,0,0).
+# May be set: ONLY, an option (dropout_p), to run the calls that have it and write no report;
+# PYTHON, SECONDS_PER_TOOL (300), COMPUTE_SANITIZER (its path), CUDA_VISIBLE_DEVICES: a GPU that is
+# named several times has as many parts at a time (0,0,0,0).
 set -uo pipefail
 cd "$(dirname "$0")/.."
 

@@ -302,8 +302,8 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
 
     // With dropout Z / (1 - p): dS^T = P^T * (Z^T * dP^T / (1 - p) - delta), and P^T becomes Z^T *
     // P^T, whose factor comes at the end. dS has a part of its factor when it is rounded
-    // (ds_factor). Both are selected once rounded, two at a time: a predicate for each element
-    // takes twice as many instructions.
+    // (ds_factor). dS of kept and of dropped entries are both rounded; one mask then selects, two
+    // entries at a time.
     FLASH_DEVICE void drop(State& s, uint32_t stage) const {
         const float* minus_delta = storage.minus_delta[s.d.stage];
         using Piece = RegisterTile<16, 8>;

@@ -9,7 +9,8 @@
 
 namespace flash_ext {
 
-// Two stages, in turns. The caller sees to it that a stage has been read before it is written.
+// Two stages, in turns, as of dS: when a warp draws a stage again, it has waited for the dS that
+// all warps made with that stage's words.
 template <bool kDropout, int kWarps, int kBlocks>
 struct DropoutWords {
     static_assert(kWarps % 2 == 0 && kBlocks % 2 == 0);
