@@ -1,12 +1,13 @@
 """The dropout mask: a pure function of (seed, offset, batch, head, row, column).
 
-Every variant on every device drops the same elements. Random bits come from Philox4x32-7 (Salmon
-et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011; no fewer rounds pass their tests). A
-call gives four words for rows {i, i + 8} and columns {j, j + 1} and those 8, 16 and 24 further in a
-16 × 32 tile. That is what one thread holds in the accumulators of four tensor-core instructions. A
-word serves rows {i, i + 8} and columns {j, j + 8}: their numbers are the upper 15 bits of the word
-rotated by 1, 9, 17 and 25 bits. So the chance of each is a multiple of 2⁻¹⁵, and two of a word
-correlate by less than 1/128.
+Every variant on every device drops the same elements. A word of 32 random bits serves rows {i, i +
+8} and columns {j, j + 8} of a 16 × 16 tile, which one thread holds in the accumulators of two
+tensor-core instructions. Their numbers are the upper 15 bits of the word rotated by 1, 9, 17 and 25
+bits. So the chance of each is a multiple of 2⁻¹⁵, and two of a word correlate by less than 1/128.
+
+A word is a hash of its place with a key of its seed, offset and head. The hash is of the kind that
+C. Wellons' hash-prospector finds; its words pass the batteries SmallCrush and Crush of TestU01
+(L'Ecuyer and Simard, ACM TOMS 33, 2007; docs/notes/039-dropout.md).
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ import torch
 from torch import Tensor
 
 _LOW32 = 0xFFFFFFFF
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
-_ROUNDS = 7
+_COLUMN_STEP = 0x9E3779B1
+_ROW_STEP = _COLUMN_STEP * 0x9E3779B9 & _LOW32
+_SEED_STEP, _OFFSET_STEP, _HEAD_STEP = (
+    step - 2**64 for step in (0xBF58476D1CE4E5B9, 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03)
+)
 
 
 def _drop_threshold(dropout_p: float) -> int:
@@ -35,22 +38,16 @@ def keep_scale(dropout_p: float) -> float:
     return 2**15 / (2**15 - _drop_threshold(dropout_p))
 
 
-def _multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of the 64-bit product. int64 wraps around, which keeps all its bits."""
-    product = a * b
-    return (product >> 32) & _LOW32, product & _LOW32
-
-
-def _philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Philox4x32-7 on 32-bit numbers held in int64 tensors, which broadcast."""
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(_ROUNDS):
-        high0, low0 = _multiply(_MULTIPLIERS[0], c0)
-        high1, low1 = _multiply(_MULTIPLIERS[1], c2)
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-        k0, k1 = (k0 + _KEY_STEPS[0]) & _LOW32, (k1 + _KEY_STEPS[1]) & _LOW32
-    return c0, c1, c2, c3
+def _words(key: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """The words in these rows and columns of words, which broadcast. int64 holds 32 bits, and wraps
+    around in a product, whose lowest bits are right all the same."""
+    low, high = key & _LOW32, key >> 32 & _LOW32
+    x = low + rows * _ROW_STEP + columns * _COLUMN_STEP & _LOW32
+    x ^= x >> 16
+    x = x * 0x7FEB352D + high & _LOW32
+    x ^= x >> 15
+    x = x * 0x846CA68B + low & _LOW32
+    return x ^ x >> 16
 
 
 def keep_tile(
@@ -73,30 +70,27 @@ def keep_tile(
     """
     device = rng_state.device
     (i0, i1), (j0, j1) = rows, columns
-    # Whole 16 × 32 tiles first; the rest outside the ranges is cut off at the end.
-    tile_i0, tile_j0 = i0 // 16, j0 // 32
-    tiles_i, tiles_j = -(-i1 // 16) - tile_i0, -(-j1 // 32) - tile_j0
+    # Whole 16 × 16 tiles first; the rest outside the ranges is cut off at the end.
+    tile_i0, tile_j0 = i0 // 16, j0 // 16
+    tiles_i, tiles_j = -(-i1 // 16) - tile_i0, -(-j1 // 16) - tile_j0
 
-    seed, offset = rng_state[0], rng_state[1]
-    key = (seed & _LOW32, ((seed >> 32) ^ (offset >> 32)) & _LOW32)
-    c0 = torch.arange(tile_j0 * 4, (tile_j0 + tiles_j) * 4, device=device)
-    c1 = torch.arange(tile_i0 * 8, (tile_i0 + tiles_i) * 8, device=device).unsqueeze(1)
-    c2 = torch.arange(batch * heads, device=device).view(-1, 1, 1) + first_batch * heads
-    words = torch.stack(torch.broadcast_tensors(*_philox((c0, c1, c2, offset & _LOW32), key)), -1)
+    head = torch.arange(batch * heads, device=device).view(-1, 1, 1) + first_batch * heads
+    key = rng_state[0] * _SEED_STEP + rng_state[1] * _OFFSET_STEP + head * _HEAD_STEP
+    row = torch.arange(tile_i0 * 8, (tile_i0 + tiles_i) * 8, device=device).unsqueeze(1)
+    column = torch.arange(tile_j0 * 8, (tile_j0 + tiles_j) * 8, device=device)
 
-    # Word n belongs to column half n / 2 of the 32 and column parity n % 2, and its rotation r to
-    # row half r / 2 and column half r % 2 of the 16.
+    # Rotation r belongs to row half r / 2 and column half r % 2 of the 16.
     left = torch.arange(1, 32, 8, device=device)
-    numbers = words.unsqueeze(-1)
+    numbers = _words(key, row, column).unsqueeze(-1)
     numbers = (numbers << left & _LOW32) | numbers >> (32 - left)
     keep = (numbers >> 17 >= _drop_threshold(dropout_p)).view(
-        batch, heads, tiles_i, 8, tiles_j, 4, 2, 2, 2, 2
+        batch, heads, tiles_i, 8, tiles_j, 8, 2, 2
     )
-    # → (batch, heads, i / 16, i / 8 % 2, i % 8, j / 32, j / 16 % 2, j / 8 % 2, j % 8 / 2, j % 2)
-    keep = keep.permute(0, 1, 2, 8, 3, 4, 6, 9, 5, 7)
-    keep = keep.reshape(batch, heads, tiles_i * 16, tiles_j * 32)
-    row, column = i0 - tile_i0 * 16, j0 - tile_j0 * 32
-    return keep[:, :, row : row + i1 - i0, column : column + j1 - j0]
+    # → (batch, heads, i / 16, i / 8 % 2, i % 8, j / 16, j / 8 % 2, j % 8)
+    keep = keep.permute(0, 1, 2, 6, 3, 4, 7, 5)
+    keep = keep.reshape(batch, heads, tiles_i * 16, tiles_j * 16)
+    i, j = i0 - tile_i0 * 16, j0 - tile_j0 * 16
+    return keep[:, :, i : i + i1 - i0, j : j + j1 - j0]
 
 
 def keep_mask(

@@ -6,28 +6,22 @@ Independent of flash_ext.dropout, which works on whole tensors, and of csrc/prob
 from __future__ import annotations
 
 
-def philox4x32(counter: tuple[int, ...], key: tuple[int, ...], rounds: int = 7) -> tuple[int, ...]:
-    """Philox4x32, one number at a time (Salmon et al., 2011)."""
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(rounds):
-        product0, product1 = 0xD2511F53 * c0, 0xCD9E8D57 * c2
-        c0, c1, c2, c3 = (
-            (product1 >> 32) ^ c1 ^ k0,
-            product1 & 0xFFFFFFFF,
-            (product0 >> 32) ^ c3 ^ k1,
-            product0 & 0xFFFFFFFF,
-        )
-        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
-    return c0, c1, c2, c3
+def word(key: int, place: int) -> int:
+    """The hash of a place with a key of 64 bits."""
+    x = place % 2**32
+    x = (x ^ x >> 16) * 0x7FEB352D + (key >> 32)
+    x %= 2**32
+    x = (x ^ x >> 15) * 0x846CA68B + key
+    x %= 2**32
+    return x ^ x >> 16
 
 
 def is_kept(seed: int, offset: int, p: float, flat_head: int, i: int, j: int) -> bool:
     """Whether dropout keeps element (i, j) of head b * Hq + h: the contract, element by element."""
-    seed, offset = seed % 2**64, offset % 2**64
-    key = (seed % 2**32, (seed >> 32) ^ (offset >> 32))
-    counter = (j // 32 * 4 + j % 8 // 2, i // 16 * 8 + i % 8, flat_head, offset % 2**32)
-    word = philox4x32(counter, key)[j // 16 % 2 * 2 + j % 2]
-    bits = 8 * (i // 8 % 2 * 2 + j // 8 % 2) + 1
-    number = (word << bits | word >> (32 - bits)) % 2**32 >> 17
+    key = seed * 0xBF58476D1CE4E5B9 + offset * 0x9E3779B97F4A7C15 + flat_head * 0xD1B54A32D192ED03
+    key %= 2**64
+    row, column = i // 16 * 8 + i % 8, j // 16 * 8 + j % 8
+    bits = word(key, key + 0x9E3779B1 * (row * 0x9E3779B9 + column))
+    left = 8 * (i // 8 % 2 * 2 + j // 8 % 2) + 1
+    number = (bits << left | bits >> (32 - left)) % 2**32 >> 17
     return number >= min(round(p * 2**15), 2**15 - 1)

@@ -176,7 +176,7 @@ def arrivals_of(found: Run, moments: list[Moment]) -> tuple[Counter[str], bool]:
 def name_of(number: int) -> str:
     """A named barrier's, by the first ones of each name."""
     first = re.findall(r"k(\w+)Barrier = (\d+)", (FA3 / "cta.cuh").read_text())
-    names = {"PingPong": "ping-pong", "DSStored": "dS stored", "Dropout": "dropout"}
+    names = {"PingPong": "ping-pong", "DSStored": "dS stored"}
     return names[max((int(i), name) for name, i in first if int(i) <= number)[1]]
 
 

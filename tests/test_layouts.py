@@ -450,39 +450,32 @@ def test_words_hide_elements(
         assert layouts.hidden_by_words(rows, cols, words, bits, first, by_keys) == want
 
 
+@pytest.mark.parametrize("by_keys", (False, True))
 @pytest.mark.parametrize("pairs", (False, True))
-@pytest.mark.parametrize(
-    ("rows", "cols", "blocks"),
-    (*itertools.product((16,), (16, 32), (0, 1)), *((32, 64, blocks) for blocks in (0, 1, 2))),
-)
+@pytest.mark.parametrize(("rows", "cols"), ((16, 16), (16, 32), (32, 64)))
 def test_dropout_keeps_elements(
-    rows: int, cols: int, pairs: bool, blocks: int, layouts: ModuleType
+    rows: int, cols: int, pairs: bool, by_keys: bool, layouts: ModuleType
 ) -> None:
-    """Rows are queries and columns keys, or the other way round and so many blocks share a call."""
+    """Rows are queries and columns keys, or (by_keys) the other way round."""
     source = random.Random(rows + cols)
     for p in (0.1, 0.5, 0.9):
         numbers = (source.getrandbits(60), source.getrandbits(40), source.randrange(9))
-        places = [16 * source.randrange(50) for _ in range(2)]
-        if blocks == 2:
-            places[0] -= places[0] % 32
-        if blocks == 0 and cols > 16:
-            places[1] -= places[1] % 32
+        i, j = (16 * source.randrange(50) for _ in range(2))
         threshold = round(p * 2**15) * 0x10001
-        found = layouts.kept(rows, cols, pairs, numbers, threshold, *places, blocks)
-        for row, col in itertools.product(range(rows), range(cols)):
-            place = places[0] + row, places[1] + col
-            i, j = place[::-1] if blocks else place
-            assert found[row][col] == is_kept(*numbers[:2], p, numbers[2], i, j), (i, j)
+        found = layouts.kept(rows, cols, pairs, by_keys, numbers, threshold, i, j)
+        if by_keys:
+            found = list(zip(*found, strict=True))
+        for row, col in itertools.product(range(len(found)), range(len(found[0]))):
+            place = i + row, j + col
+            assert found[row][col] == is_kept(*numbers[:2], p, numbers[2], *place), place
 
 
-def test_two_warps_share_dropouts_words(layouts: ModuleType) -> None:
-    """In fa3's backward: rows are keys and columns queries."""
+def test_dropout_keeps_pairs(layouts: ModuleType) -> None:
     for p, numbers in ((0.1, (7, 8, 9)), (0.9, (2**60 + 1, 2**40 + 3, 0))):
-        found = layouts.kept_by_words(numbers, round(p * 2**15) * 0x10001, 256, 192)
-        assert found == [
-            [is_kept(*numbers[:2], p, numbers[2], 192 + i, 256 + j) for i in range(96)]
-            for j in range(128)
-        ]
+        found = layouts.kept_pairs(numbers, round(p * 2**15) * 0x10001, 256, 192)
+        for row, col in itertools.product(range(16), range(64)):
+            place = 256 + row, 192 + col
+            assert found[row][col] == is_kept(*numbers[:2], p, numbers[2], *place), place
 
 
 # --- Stores ---

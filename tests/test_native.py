@@ -23,7 +23,7 @@ from attention_testing import (
     unsupported_reason,
 )
 from compiled import host_code
-from dropout_bits import is_kept, philox4x32
+from dropout_bits import is_kept
 from mask_model import rows_of
 from test_attention import few_queries, few_tiles, long_sequences, many_tiles
 from test_dropout import SPLIT_KEYS
@@ -525,13 +525,6 @@ def test_swizzles_are_those_of_the_hardware(cols: int, atom_cols: int, native: M
 
 
 # --- problem/dropout.cuh ---
-
-
-def test_philox_is_pythons(native: ModuleType) -> None:
-    draw = random.Random(0)
-    for _ in range(500):
-        counter, key = ([draw.randrange(2**32) for _ in range(n)] for n in (4, 2))
-        assert tuple(native.philox(counter, key)) == philox4x32(tuple(counter), tuple(key))
 
 
 def test_dropout_bits_are_pythons(native: ModuleType) -> None:

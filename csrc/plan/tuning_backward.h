@@ -246,7 +246,7 @@ inline constexpr Fa3BackwardRow kFa3Backward[] = {
      .with_options = kEarly,
      .many_queries = {.block_q = 80, .overlap = kLateFences},
      .with_bias = {.block_q = 64, .overlap = kEarly, .bias_stages = 2},
-     .with_dropout = {.block_q = 64, .q_stages = 3, .overlap = kEarly}},
+     .with_dropout = {.block_q = 64, .q_stages = 3}},
 };
 
 inline constexpr int kManyQueries = 16384;

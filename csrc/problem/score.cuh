@@ -388,16 +388,11 @@ FLASH_DEVICE DropoutMask dropout_mask(const AttentionParams& params, const Seque
 FLASH_DEVICE DropoutMask uniform_dropout_mask(const AttentionParams& params,
                                               const Sequence& sequence, int head) {
     DropoutMask mask = dropout_mask(params, sequence, head);
-    mask.key0 = ptx::warp_uniform(mask.key0);
-    mask.key1 = ptx::warp_uniform(mask.key1);
-    mask.head = ptx::warp_uniform(mask.head);
-    mask.offset = ptx::warp_uniform(mask.offset);
+    const uint32_t low = ptx::warp_uniform(static_cast<uint32_t>(mask.key));
+    const uint32_t high = ptx::warp_uniform(static_cast<uint32_t>(mask.key >> 32));
+    mask.key = static_cast<uint64_t>(high) << 32 | low;
     return mask;
 }
-
-struct MulWide {
-    FLASH_DEVICE uint64_t operator()(uint32_t x, uint32_t y) const { return ptx::mul_wide(x, y); }
-};
 
 // The numbers of the elements in these rows and columns of keep(): in the lower half by word
 // `first`, in the upper one by `second`.
@@ -429,49 +424,51 @@ FLASH_DEVICE void visit_pair(const DropoutMask& mask, const uint32_t (&words)[2]
     visit(1, keep[1]);
 }
 
-// Dropout of P as the operand of P V, by pairs. row_counter: of this lane; first_key: a multiple of
-// 32.
+// The words of the columns 2 c and 2 c + 1 that a lane holds of 16x16 elements; `step` is one
+// column's.
+FLASH_DEVICE void draw_words(uint32_t (&words)[2], const DropoutMask& mask, uint32_t place,
+                             uint32_t step) {
+    words[0] = mask.word(place);
+    words[1] = mask.word(place + step);
+}
+
+// Dropout of P as the operand of P V, by pairs. place: of this lane's first word.
 template <int kCols, class Operand>
-FLASH_DEVICE void drop_pairs(Operand& p, const DropoutMask& mask, uint32_t row_counter,
-                             uint32_t first_key) {
-    static_assert(kCols % 32 == 0);
+FLASH_DEVICE void drop_pairs(Operand& p, const DropoutMask& mask, uint32_t place) {
 #pragma unroll
-    for (int n = 0; n < kCols / 32; ++n) {
-        const Philox4 random =
-            mask.words_of(row_counter, first_key / 8 + 4 * n + lane_id() % 4, MulWide{});
+    for (int n = 0; n < kCols / 16; ++n) {
+        uint32_t words[2];
+        draw_words(words, mask, place + 8 * n * DropoutMask::kColStep, DropoutMask::kColStep);
 #pragma unroll
-        for (int k = 0; k < 2; ++k)
-#pragma unroll
-            for (int j = 0; j < 4; ++j)  // of an A fragment: row half j % 2, column half j / 2
-                p.v[2 * n + k][j] &=
-                    keep_pair(mask, random.v[2 * k], random.v[2 * k + 1], j % 2, j / 2);
+        for (int j = 0; j < 4; ++j)  // of an A fragment: row half j % 2, column half j / 2
+            p.v[n][j] &= keep_pair(mask, words[0], words[1], j % 2, j / 2);
     }
 }
 
-// visit(m, n, i, keep) for every element of a tile whose rows are queries and columns keys.
-// first_query is a multiple of 16, first_key of 32, or of 16 if the tile has 16 columns.
-template <OptionSet kOptions, class Scores, class Visit>
+// visit(m, n, i, keep) for every element of a tile whose rows are kRows, and columns the others.
+// Both begin at multiples of 16.
+template <OptionSet kOptions, Rows kRows, class Scores, class Visit>
 FLASH_DEVICE void for_each_keep(const DropoutMask& mask, int first_query, int first_key,
                                 Visit visit) {
-    constexpr bool kHalf = Scores::kCols == 16;
-    static_assert(kHalf || Scores::kCols % 32 == 0);
+    static_assert(Scores::kN % 2 == 0);
+    constexpr bool kByQuery = kRows == Rows::kQueries;
+    constexpr uint32_t kRowStep = kByQuery ? DropoutMask::kRowStep : DropoutMask::kColStep;
+    constexpr uint32_t kColStep = kByQuery ? DropoutMask::kColStep : DropoutMask::kRowStep;
+    const uint32_t place = mask.place(first_query / 2 + (kByQuery ? lane_row() : lane_col()),
+                                      first_key / 2 + (kByQuery ? lane_col() : lane_row()));
 #pragma unroll
     for (int m = 0; m < Scores::kM; ++m)
 #pragma unroll
-        for (int n = 0; n < Scores::kN; n += 4) {
-            const Philox4 random = mask.words(first_query + 16 * m + lane_row(),
-                                              first_key + 8 * n + lane_col(), MulWide{});
+        for (int n = 0; n < Scores::kN; n += 2) {
+            uint32_t words[2];
+            draw_words(words, mask, place + 8 * m * kRowStep + 4 * n * kColStep, kColStep);
 #pragma unroll
-            for (int col = 0; col < min_of(4, Scores::kN); ++col) {
-                const bool second = kHalf ? first_key / 16 % 2 != 0 : col / 2 != 0;
-                const uint32_t words[2] = {second ? random.v[2] : random.v[0],
-                                           second ? random.v[3] : random.v[1]};
+            for (int row = 0; row < 2; ++row)
 #pragma unroll
-                for (int row = 0; row < 2; ++row)
-                    visit_pair<kOptions>(mask, words, row, col % 2, [&](int parity, bool keep) {
-                        visit(m, n + col, 2 * row + parity, keep);
-                    });
-            }
+                for (int col = 0; col < 2; ++col)
+                    visit_pair<kOptions>(
+                        mask, words, kByQuery ? row : col, kByQuery ? col : row,
+                        [&](int parity, bool keep) { visit(m, n + col, 2 * row + parity, keep); });
         }
 }
 
@@ -480,46 +477,6 @@ template <OptionSet kOptions>
 FLASH_DEVICE float late_factor(const AttentionParams& params) {
     if constexpr (!contains(kOptions, OptionSet::kDropout)) return 1.f;
     return drops_pairs(kOptions) ? params.p_factor * params.late_factor : params.late_factor;
-}
-
-// visit(m, n, i, keep) for every element of a tile whose rows are keys and columns queries. Both
-// begin at multiples of 16, keys at one of 32 if kBlocks, the blocks of 16 keys for which a call is
-// used, are two. Two lanes of rows side by side share it, and so each makes it for one of two
-// columns.
-template <OptionSet kOptions, class Scores, int kBlocks = Scores::kM % 2 == 0 ? 2 : 1, class Visit>
-FLASH_DEVICE void for_each_keep_transposed(const DropoutMask& mask, int first_key, int first_query,
-                                           Visit visit) {
-    const bool odd = lane_row() % 2 != 0;
-    const auto exchanged = [&](uint32_t of_even, uint32_t of_odd, uint32_t (&words)[2]) {
-        const uint32_t own = odd ? of_odd : of_even;
-        const uint32_t other = __shfl_xor_sync(0xffffffff, odd ? of_even : of_odd, 4);
-        words[0] = odd ? other : own;
-        words[1] = odd ? own : other;
-    };
-#pragma unroll
-    for (int n = 0; n < Scores::kN; n += 2)
-#pragma unroll
-        for (int m = 0; m < Scores::kM; m += kBlocks) {
-            const int key = first_key + 16 * m + lane_row();
-            const Philox4 random = mask.words(
-                first_query + 8 * n + ptx::not_hoisted(lane_col() + odd), key, MulWide{});
-            uint32_t words[kBlocks][2];
-            if constexpr (kBlocks == 2) {
-                exchanged(random.v[0], random.v[1], words[0]);
-                exchanged(random.v[2], random.v[3], words[1]);
-            } else {
-                const bool second = key / 16 % 2 != 0;  // the same for all lanes
-                exchanged(second ? random.v[2] : random.v[0], second ? random.v[3] : random.v[1],
-                          words[0]);
-            }
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-#pragma unroll
-                for (int j = 0; j < kBlocks; ++j)
-                    visit_pair<kOptions>(mask, words[j], i / 2, i % 2, [&](int parity, bool keep) {
-                        visit(m + j, n + i / 2, i % 2 * 2 + parity, keep);
-                    });
-        }
 }
 
 }  // namespace flash_ext

@@ -54,13 +54,6 @@ FLASH_DEVICE float tanh(float x) {
     return y;
 }
 
-// The 64-bit product. From the same in C++, ptxas adds the upper word of one factor, which is zero.
-FLASH_DEVICE uint64_t mul_wide(uint32_t x, uint32_t y) {
-    uint64_t product;
-    asm("mul.wide.u32 %0, %1, %2;" : "=l"(product) : "r"(x), "r"(y));
-    return product;
-}
-
 // Bits of ones in the halves of x whose magnitude, as a number of fp16, is not below the magnitude
 // of the threshold, or is a NaN.
 FLASH_DEVICE uint32_t halves_from(uint32_t x, uint32_t threshold) {

@@ -261,28 +261,37 @@ std::vector<std::vector<bool>> hidden(const std::vector<std::array<uint32_t, 4>>
     return all;
 }
 
-// The elements that dropout keeps of a tile: rows are queries, or keys, and `blocks` of 16 keys
-// share a call.
-template <OptionSet kOptions, int kRows, int kCols>
-std::vector<std::vector<bool>> kept(const DropoutMask& mask, int first_row, int first_col,
-                                    int blocks) {
-    using Scores = RegisterTile<kRows, kCols>;
-    std::vector<std::vector<bool>> all(kRows, std::vector<bool>(kCols));
-    device::shuffle = device::shuffle_of_warp;
-    device::given.clear();
+// The elements that dropout keeps of a tile, whose rows are kRows.
+template <OptionSet kOptions, Rows kRows, int kHeight, int kWidth>
+std::vector<std::vector<bool>> kept(const DropoutMask& mask, int first_query, int first_key) {
+    using Scores = RegisterTile<kHeight, kWidth>;
+    std::vector<std::vector<bool>> all(kHeight, std::vector<bool>(kWidth));
     device::run_warp(0, [&](int) {
-        const auto visit = [&](int m, int n, int i, bool keep) {
-            all[16 * m + lane_row() + i / 2 * 8][8 * n + lane_col() + i % 2] = keep;
-        };
-        if (blocks == 0) {
-            for_each_keep<kOptions, Scores>(mask, first_row, first_col, visit);
-        } else if (blocks == 1) {
-            for_each_keep_transposed<kOptions, Scores, 1>(mask, first_row, first_col, visit);
-        } else {
-            for_each_keep_transposed<kOptions, Scores>(mask, first_row, first_col, visit);
-        }
+        for_each_keep<kOptions, kRows, Scores>(
+            mask, first_query, first_key, [&](int m, int n, int i, bool keep) {
+                all[16 * m + lane_row() + i / 2 * 8][8 * n + lane_col() + i % 2] = keep;
+            });
     });
-    device::shuffle = nullptr;
+    return all;
+}
+
+// The same of P as the operand of P V.
+template <int kWidth>
+std::vector<std::vector<bool>> kept_pairs(const DropoutMask& mask, int first_query, int first_key) {
+    std::vector<std::vector<bool>> all(16, std::vector<bool>(kWidth));
+    device::run_warp(0, [&](int) {
+        RegisterOperand<kWidth> p;
+        for (auto& block : p.v)
+            for (uint32_t& pair : block) pair = 0x12345678;
+        drop_pairs<kWidth>(p, mask,
+                           mask.place(first_query / 2 + lane_row(), first_key / 2 + lane_col()));
+        for (int n = 0; n < kWidth / 16; ++n)
+            for (int i = 0; i < 8; ++i) {
+                const uint32_t half = p.v[n][i / 2] >> 16 * (i % 2) & 0xffff;
+                all[lane_row() + i / 2 % 2 * 8][16 * n + lane_col() + i / 4 * 8 + i % 2] =
+                    half == (i % 2 == 0 ? 0x5678 : 0x1234);
+            }
+    });
     return all;
 }
 
@@ -313,16 +322,27 @@ PYBIND11_MODULE(flash_ext_layouts, m) {
                                                : masked<16, 128>;
               return kernel(visible, first_col);
           });
-    m.def("kept", [](int rows, int cols, bool pairs, std::array<int64_t, 3> numbers,
-                     uint32_t threshold, int first_row, int first_col, int blocks) {
+    m.def("kept", [](int rows, int cols, bool pairs, bool by_keys, std::array<int64_t, 3> numbers,
+                     uint32_t threshold, int first_query, int first_key) {
+        using enum Rows;
         constexpr OptionSet kPairs = OptionSet::kDropout;
         constexpr OptionSet kSingle = OptionSet::kDropout | OptionSet::kRareScale;
         const DropoutMask mask(numbers[0], numbers[1], numbers[2], threshold);
-        const auto kernel = rows == 32   ? (pairs ? kept<kPairs, 32, 64> : kept<kSingle, 32, 64>)
-                            : cols == 16 ? (pairs ? kept<kPairs, 16, 16> : kept<kSingle, 16, 16>)
-                                         : (pairs ? kept<kPairs, 16, 32> : kept<kSingle, 16, 32>);
-        return kernel(mask, first_row, first_col, blocks);
+        const auto of = [&]<OptionSet kOptions, Rows kRows>() {
+            return (rows == 32   ? kept<kOptions, kRows, 32, 64>
+                    : cols == 16 ? kept<kOptions, kRows, 16, 16>
+                                 : kept<kOptions, kRows, 16, 32>)(mask, first_query, first_key);
+        };
+        return pairs
+                   ? (by_keys ? of.operator()<kPairs, kKeys>() : of.operator()<kPairs, kQueries>())
+                   : (by_keys ? of.operator()<kSingle, kKeys>()
+                              : of.operator()<kSingle, kQueries>());
     });
+    m.def("kept_pairs",
+          [](std::array<int64_t, 3> numbers, uint32_t threshold, int first_query, int first_key) {
+              const DropoutMask mask(numbers[0], numbers[1], numbers[2], threshold);
+              return kept_pairs<64>(mask, first_query, first_key);
+          });
     m.def("hidden_by_words",
           [](int rows, int cols, const std::vector<std::array<uint32_t, 4>>& words, bool bits,
              int first_key, bool by_keys) {

@@ -395,16 +395,12 @@ PYBIND11_MODULE(flash_ext_native, m) {
         }
     });
 
-    m.def("philox", [](std::array<uint32_t, 4> c, std::array<uint32_t, 2> key) {
-        const Philox4 random = philox4x32_7(c[0], c[1], c[2], c[3], key[0], key[1]);
-        return std::array{random.v[0], random.v[1], random.v[2], random.v[3]};
+    m.def("is_kept", [](int64_t seed, int64_t offset, int64_t head, uint32_t threshold, int row,
+                        int col) {
+        const DropoutMask mask(seed, offset, head, threshold);
+        const uint32_t place = mask.place(DropoutMask::counter(row), DropoutMask::counter(col));
+        return mask.keep(mask.word(place), row / 8 % 2, col / 8 % 2);
     });
-    m.def("is_kept",
-          [](int64_t seed, int64_t offset, int64_t head, uint32_t threshold, int row, int col) {
-              const DropoutMask mask(seed, offset, head, threshold);
-              const uint32_t word = mask.words(row, col).v[DropoutMask::word_of(col)];
-              return mask.keep(word, row / 8 % 2, col / 8 % 2);
-          });
 
     m.attr("variants") = std::vector<std::string>(kVariantNames, kVariantNames + kVariants);
     std::set<Pair> head_dims;  // that any kernel has

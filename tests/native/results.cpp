@@ -148,32 +148,6 @@ std::vector<std::vector<int>> stored_ds() {
     return all;
 }
 
-// Which elements of FA3's tiles of 128 keys and 96 queries dropout keeps.
-std::vector<std::vector<bool>> kept_by_words(const std::array<int64_t, 3>& numbers,
-                                             uint32_t threshold, int first_key, int first_query) {
-    const DropoutMask mask(numbers[0], numbers[1], numbers[2], threshold);
-    static DropoutWords<true, 8, 6> words;
-    std::vector<std::vector<bool>> all(128, std::vector<bool>(96));
-    const auto for_each_warp = [](auto body) {
-        for (int warp = 0; warp < 8; ++warp) device::run_warp(warp, [&](int) { body(warp); });
-    };
-    for_each_warp(
-        [&](int warp) { words.draw(1, warp, mask, first_key + warp / 2 * 32, first_query); });
-    for_each_warp([&](int warp) {
-        for (int block = 0; block < 6; ++block) {
-            uint32_t pair[2];
-            words.read(pair, 1, warp, block);
-            for (int i = 0; i < 8; ++i) {
-                const int key = 16 * warp + lane_row() + i / 2 % 2 * 8;
-                const int query = 16 * block + lane_col() + i / 4 * 8 + i % 2;
-                const uint32_t keep = keep_pair(mask, pair[0], pair[1], i / 4, i / 2 % 2);
-                all[key][query] = keep >> 16 * (i % 2) & 1;
-            }
-        }
-    });
-    return all;
-}
-
 }  // namespace
 
 void bind_results(py::module_& m) {
@@ -189,7 +163,6 @@ void bind_results(py::module_& m) {
                : head_dim == 128 ? may_be_large<128>(scale)
                                  : may_be_large<256>(scale);
     });
-    m.def("kept_by_words", &kept_by_words);
     m.def("stored_ds", [](int head_dim, bool dropout) {
         return dropout          ? stored_ds<64, tuning::kWithDropout>()
                : head_dim == 64 ? stored_ds<64>()

@@ -105,12 +105,12 @@ FLASH_DEVICE void softmax_gradient(Scores& dp, const Scores& p, const float* min
 }
 
 // With dropout, of tiles whose rows are keys: from dP to dS = P * (Z dP ds_factor - delta), and
-// from P to Z P, in place. kBlocks: of for_each_keep_transposed().
-template <OptionSet kOptions, int kBlocks, class Scores>
-FLASH_DEVICE void dropout_gradient(Scores& dp, Scores& p, const DropoutMask& mask, int first_key,
-                                   int first_query, const float* minus_delta, float ds_factor) {
-    for_each_keep_transposed<kOptions, Scores, kBlocks>(
-        mask, first_key, first_query, [&](int m, int n, int i, bool keep) {
+// from P to Z P, in place.
+template <OptionSet kOptions, class Scores>
+FLASH_DEVICE void dropout_gradient(Scores& dp, Scores& p, const DropoutMask& mask, int first_query,
+                                   int first_key, const float* minus_delta, float ds_factor) {
+    for_each_keep<kOptions, Rows::kKeys, Scores>(
+        mask, first_query, first_key, [&](int m, int n, int i, bool keep) {
             const float2 of_queries = column_pair(minus_delta, n);
             float& x = dp.v[m][n][i];
             float& y = p.v[m][n][i];

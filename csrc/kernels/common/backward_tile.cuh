@@ -384,18 +384,17 @@ struct BackwardTile {
         // and the other part comes at the end.
         const int first_query = walk.q_tile() * kBlockQ + warp_query();
         if constexpr (drops_pairs(kOptions)) {
-            constexpr int kBlocks = kHeadDim > 64 ? 1 : 2;  // ptxas 13.0: with two d 128 spills
-            dropout_gradient<kOptions, kBlocks>(rdS, rP, dropout_mask(params, sequence, walk.head),
-                                                first_key + warp_key, first_query, minus_delta,
-                                                params.ds_factor);
+            dropout_gradient<kOptions>(rdS, rP, dropout_mask(params, sequence, walk.head),
+                                       first_query, first_key + warp_key, minus_delta,
+                                       params.ds_factor);
             return;
         }
         uint32_t dropped[Scores::kM][ceil_div(Scores::kN, 8)] = {};
         const bool drops = contains(kOptions, OptionSet::kDropout) && params.rng_state != nullptr;
         if (drops) {
             const float ds_factor = params.ds_factor;
-            for_each_keep_transposed<kOptions, Scores>(
-                dropout_mask(params, sequence, walk.head), first_key + warp_key, first_query,
+            for_each_keep<kOptions, Rows::kKeys, Scores>(
+                dropout_mask(params, sequence, walk.head), first_query, first_key + warp_key,
                 [&](int m, int n, int i, bool keep) {
                     rdS.v[m][n][i] = keep ? rdS.v[m][n][i] * ds_factor : 0.f;
                     dropped[m][n / 8] |= static_cast<uint32_t>(!keep) << (n % 8 * 4 + i);

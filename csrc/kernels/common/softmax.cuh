@@ -98,11 +98,12 @@ FLASH_DEVICE void drop(Scores& p, const AttentionParams& params, const Sequence&
     if constexpr (contains(kOptions, OptionSet::kDropout)) {
         if (params.rng_state == nullptr) return;
         const float factor = drops_pairs(kOptions) ? 1.f : params.p_factor;
-        for_each_keep<kOptions, Scores>(dropout_mask(params, sequence, head), first_query,
-                                        first_key, [&](int m, int n, int i, bool keep) {
-                                            float& x = p.v[m][n][i];
-                                            x = keep ? x * factor : 0.f;
-                                        });
+        for_each_keep<kOptions, Rows::kQueries, Scores>(dropout_mask(params, sequence, head),
+                                                        first_query, first_key,
+                                                        [&](int m, int n, int i, bool keep) {
+                                                            float& x = p.v[m][n][i];
+                                                            x = keep ? x * factor : 0.f;
+                                                        });
     }
 }
 

@@ -41,8 +41,7 @@
 //
 // Shared memory: K, V; pipelines of Q and dO tiles with lse and delta; two stages of dS^T; each
 // consumer's half of dQ; the work-tile pipeline (KeyTile); with a bias a pipeline of its tiles, and
-// dS by queries, as dbias has it (stored_dbias.cuh); with dropout its words (dropout_words.cuh). A
-// mask of tiles (mask_tiles.cuh) comes with Q.
+// dS by queries, as dbias has it (stored_dbias.cuh). A mask of tiles (mask_tiles.cuh) comes with Q.
 //
 //   barrier               arrivals per phase                   who waits
 //   full(Q, dO, K, V)     1: its producer; and TMA's bytes     consumers, before the matmul
@@ -68,8 +67,6 @@
 //                         it
 //   dS stored (named)     the 128 threads of a consumer        the same threads, before a dK that
 //                                                              takes dS from shared memory
-//   dropout (named)       64: the threads of two warps, when   the same threads, before they read
-//                         their words are drawn                words
 //   ping-pong (named)     128: the other consumer, when its    a consumer (its 128 threads count
 //                         dP is started                        too), before it starts S
 #pragma once
@@ -292,20 +289,16 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
         warp_scores(s, tile).probabilities(s.rS, storage.lse[s.q.stage], masked, tile.large_lse);
     }
 
-    // Dropout's words of dS's next stage. Drawn beside S, dV and dK.
-    FLASH_DEVICE void draw(State& s, const KeyTile& tile, uint32_t stage) const {
-        DropoutMask mask = s.dropout;
-        mask.head += s.at.head;
-        storage.dropout.draw(stage, warp_key / 16, mask, tile.first_key + warp_key / 32 * 32,
-                             q_tile(s.last_first, s.at.i) * kBlockQ);
-    }
-
     // With dropout Z / (1 - p): dS^T = P^T * (Z^T * dP^T / (1 - p) - delta), and P^T becomes Z^T *
     // P^T, whose factor comes at the end. dS has a part of its factor when it is rounded
     // (ds_factor). dS of kept and of dropped entries are both rounded; one mask then selects, two
     // entries at a time.
-    FLASH_DEVICE void drop(State& s, uint32_t stage) const {
+    FLASH_DEVICE void drop(State& s, const KeyTile& tile) const {
         const float* minus_delta = storage.minus_delta[s.d.stage];
+        const DropoutMask mask = s.dropout.ahead(s.at.head);
+        const uint32_t place =
+            mask.place(q_tile(s.last_first, s.at.i) * kBlockQ / 2 + lane_col(),
+                       DropoutMask::counter(tile.first_key + warp_key) + lane_row());
         using Piece = RegisterTile<16, 8>;
         uint32_t words[2];
 #pragma unroll
@@ -313,7 +306,9 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
             const auto& p = reinterpret_cast<const Piece&>(s.rS.v[0][n]);
             auto& ds = reinterpret_cast<Piece&>(s.rdP.v[0][n]);
             Piece dropped;
-            if (n % 2 == 0) storage.dropout.read(words, stage, warp_key / 16, n / 2);
+            if (n % 2 == 0)
+                draw_words(words, mask, place + 4 * n * DropoutMask::kRowStep,
+                           DropoutMask::kRowStep);
             const float2 of_queries = column_pair(minus_delta, n);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
@@ -326,7 +321,7 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
             s.rdS.template round_columns<Element>(ds, 8 * n);
 #pragma unroll
             for (int i = 0; i < 2; ++i) {  // halves of the keys
-                const uint32_t keep = keep_pair(s.dropout, words[0], words[1], n % 2, i);
+                const uint32_t keep = keep_pair(mask, words[0], words[1], n % 2, i);
                 uint32_t& x = s.rdS.v[n / 2][n % 2 * 2 + i];
                 s.rP.v[n / 2][n % 2 * 2 + i] &= keep;
                 x = (x & keep) | (dropped.template pack<Element>(0, 0, i) & ~keep);
@@ -335,8 +330,8 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
     }
 
     // dS^T = P^T * (dP^T - delta), and both rounded to operands.
-    FLASH_DEVICE void softmax_gradient(State& s, const KeyTile& tile, uint32_t stage) const {
-        if constexpr (kDropout) return drop(s, stage);
+    FLASH_DEVICE void softmax_gradient(State& s, const KeyTile& tile) const {
+        if constexpr (kDropout) return drop(s, tile);
         const auto& lse = storage.lse[s.q.stage];
         using Piece = RegisterTile<16, 8>;  // ptxas 13.0: wider ones serialize wgmma at d 64
         const bool softcap = contains(kOptions, OptionSet::kSoftcap) && params.softcap != 0.f;
@@ -403,7 +398,6 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
         k_pipeline.consumer_wait(s.kv);
         Order::wait(consumer);
         issue_s(s, x);
-        if constexpr (kDropout) draw(s, tile, s.ds);
         const auto seen = visible(s, tile);
         finish(s.rS);
         v_pipeline.consumer_wait(s.kv);
@@ -411,7 +405,7 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
         Order::signal_next(consumer);
         probabilities(s, tile, seen);
         finish(s.rdP);
-        softmax_gradient(s, tile, s.ds);
+        softmax_gradient(s, tile);
         store_ds(s.rdS, s.ds);
         store_float32_dbias(s, tile);
         commit_ds(s);
@@ -428,7 +422,6 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
         issue_dv_dk(s, x);
         if (kTuning.late_fences()) commit_dq(s, s.accumulate);
         s.accumulate = true;
-        if constexpr (kDropout) draw(s, tile, s.ds ^ 1);
         const auto seen = visible(s, tile);
         finish_dv_dk(s);
         warpgroup_fence(s.rS);
@@ -439,7 +432,7 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
         if (kTuning.early_exponentials()) wait_ds(s, tile, before);
         finish(s.rdP);
         if (!kTuning.early_exponentials()) wait_ds(s, tile, before);
-        softmax_gradient(s, tile, s.ds ^ 1);
+        softmax_gradient(s, tile);
         if (!kTuning.late_fences()) store_ds(s.rdS, s.ds ^ 1);
         store_float32_dbias(s, tile);
         issue_dq(s, x);

@@ -4,7 +4,6 @@
 
 #include "kernels/fa3/backward_dq_tile.cuh"
 #include "kernels/fa3/cta.cuh"
-#include "kernels/fa3/dropout_words.cuh"
 #include "kernels/fa3/mask_tiles.cuh"
 #include "kernels/fa3/stored_dbias.cuh"
 #include "plan/tuning_backward.h"
@@ -73,7 +72,6 @@ struct Fa3BackwardProducers : Fa3Cta<std::conditional_t<contains(kOptions, Optio
         char ds[2][DSTile::kBytes];
         [[no_unique_address]] BiasStorage bias;
         [[no_unique_address]] BackwardMaskStorage<kMask, kTuning.q_stages, kBlockQ> mask;
-        [[no_unique_address]] DropoutWords<kDropout, 4 * kConsumers, kBlockQ / 16> dropout;
         // Not last: compute-sanitizer takes a RowNumbers operand for twice as long as it is.
         Statistic lse[QPipeline::kStages][kBlockQ];
         Statistic minus_delta[DOPipeline::kStages][kBlockQ];

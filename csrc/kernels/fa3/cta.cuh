@@ -31,7 +31,6 @@ namespace flash_ext {
 enum NamedBarrier : int {
     kPingPongBarrier = 1,  // one for each consumer
     kDSStoredBarrier = 5,  // one for each consumer: all its warps have stored dS
-    kDropoutBarrier = 9,   // one for each two warps: both have drawn dropout's words
 };
 
 // Ping-pong: consumers start their matmuls alternately, so that the softmax of one runs beside the

@@ -119,7 +119,7 @@ struct Fa3Forward : Fa3ForwardResults<Element, Element, kHeadDim, kHeadDimV, kOp
 
         bool far = false;  // with a softcap alone: see TanhSeries
         [[no_unique_address]] std::conditional_t<kDropout, DropoutMask, NoDropout> dropout;
-        uint32_t dropout_row = 0;  // its counter
+        uint32_t dropout_row = 0;  // place of this lane's row in column 0
 
         // With ALiBi alone: its slope; the diagonal's key in this warp's first row, as if the tile
         // of the scores had its index for a number.
@@ -205,8 +205,8 @@ struct Fa3Forward : Fa3ForwardResults<Element, Element, kHeadDim, kHeadDimV, kOp
         x.full_tiles = full_tiles(tile);
         if constexpr (kDropout) {
             x.dropout = uniform_dropout_mask(params, tile.sequence, tile.head);
-            x.dropout_row =
-                DropoutMask::row_counter(tile.first_query + this->warp_row() + lane_row());
+            x.dropout_row = x.dropout.place(
+                DropoutMask::counter(tile.first_query + this->warp_row()) + lane_row(), 0);
         }
         if constexpr (Tiles::kAlibi) {
             const Sequence& s = tile.sequence;
@@ -341,8 +341,8 @@ struct Fa3Forward : Fa3ForwardResults<Element, Element, kHeadDim, kHeadDimV, kOp
 
     // Dropout. The row sums have all of P already.
     FLASH_DEVICE void drop(const State& x, Probabilities& rP) const {
-        drop_pairs<kBlockKV>(rP, x.dropout, x.dropout_row,
-                             VisibleTiles::tile(x.kv_tile) * kBlockKV);
+        const uint32_t first = VisibleTiles::tile(x.kv_tile) * kBlockKV / 2 + lane_col();
+        drop_pairs<kBlockKV>(rP, x.dropout, x.dropout_row + first * DropoutMask::kColStep);
     }
 
     // Before P V: rescales O, or stores it as the result of the previous Q tile. kInTurn: it is

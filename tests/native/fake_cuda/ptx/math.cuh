@@ -13,7 +13,6 @@ inline void add_to(float& sum, float x) { sum += x; }
 inline float lg2(float x) { return std::log2(x); }
 inline float tanh(float x) { return std::tanh(x); }
 inline float rcp(float x) { return 1.f / x; }
-inline uint64_t mul_wide(uint32_t x, uint32_t y) { return uint64_t{x} * y; }
 // A NaN's bits are above all numbers', too.
 inline uint32_t halves_from(uint32_t x, uint32_t threshold) {
     const auto ones = [&](int shift) -> uint32_t {
