@@ -1,7 +1,8 @@
 """The dropout mask: its bits, and that every variant on every device drops exactly those elements.
 
-Would catch a slip in the hash, an index mapped to the wrong element in forward or backward, a mask that
-depends on the tiling, and a scale that does not match the rate.
+Would catch a slip in the hash, an index mapped to the wrong element in forward or backward, a mask
+that depends on the tiling, a hash whose results are related, and a scale that does not match the
+rate.
 """
 
 from __future__ import annotations
@@ -57,6 +58,15 @@ def test_rate_scale_and_independence(p: float) -> None:
     for dim, shift in ((0, 1), (1, 1), (2, 1), (2, 8), (2, 16), (3, 1), (3, 8), (3, 16)):
         correlation = (centred * centred.roll(shift, dim)).mean().item()
         assert abs(correlation) < 5 / count**0.5, (dim, shift)
+
+
+def test_calls_are_independent() -> None:
+    """Of neighboring seeds, and of the offsets of one call after another."""
+    states = [(seed, offset) for seed in (0, 1, 2, 2**32) for offset in (0, 4, 8)]
+    masks = [keep_mask(torch.tensor(x), 0.5, 2, 4, 256, 256).flatten() for x in states]
+    signs = torch.stack(masks).double() * 2 - 1
+    correlations = (signs @ signs.T / signs.shape[1]).fill_diagonal_(0)
+    assert correlations.abs().max() < 5 / signs.shape[1] ** 0.5
 
 
 def test_extreme_rates() -> None:

@@ -454,12 +454,14 @@ FLASH_DEVICE void for_each_keep(const DropoutMask& mask, int first_query, int fi
     constexpr bool kByQuery = kRows == Rows::kQueries;
     constexpr uint32_t kRowStep = kByQuery ? DropoutMask::kRowStep : DropoutMask::kColStep;
     constexpr uint32_t kColStep = kByQuery ? DropoutMask::kColStep : DropoutMask::kRowStep;
-    const uint32_t place = mask.place(first_query / 2 + (kByQuery ? lane_row() : lane_col()),
-                                      first_key / 2 + (kByQuery ? lane_col() : lane_row()));
+    const int row = lane_row(), col = lane_col();
+    const uint32_t place =
+        mask.place(static_cast<uint32_t>(first_query) / 2 + (kByQuery ? row : col),
+                   static_cast<uint32_t>(first_key) / 2 + (kByQuery ? col : row));
 #pragma unroll
-    for (int m = 0; m < Scores::kM; ++m)
+    for (int n = 0; n < Scores::kN; n += 2)
 #pragma unroll
-        for (int n = 0; n < Scores::kN; n += 2) {
+        for (int m = 0; m < Scores::kM; ++m) {
             uint32_t words[2];
             draw_words(words, mask, place + 8 * m * kRowStep + 4 * n * kColStep, kColStep);
 #pragma unroll

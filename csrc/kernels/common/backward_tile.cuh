@@ -183,6 +183,7 @@ struct BackwardTile {
         [[no_unique_address]] QTileMaskStorage<kMayHaveMask, kStages, kBlockQ> mask;
         alignas(16) int work_index;
         alignas(16) TileCoord tile_coord;
+        DropoutMask dropout;  // of the sequence's head 0; only where pairs are dropped
     };
     static constexpr int kSharedBytes = sizeof(SharedStorage);
 
@@ -384,8 +385,9 @@ struct BackwardTile {
         // and the other part comes at the end.
         const int first_query = walk.q_tile() * kBlockQ + warp_query();
         if constexpr (drops_pairs(kOptions)) {
-            dropout_gradient<kOptions>(rdS, rP, dropout_mask(params, sequence, walk.head),
-                                       first_query, first_key + warp_key, minus_delta,
+            const SharedStorage& storage = shared_storage<SharedStorage>();
+            dropout_gradient<kOptions>(rdS, rP, storage.dropout.ahead(walk.head), first_query,
+                                       storage.tile_coord.first_row + warp_key, minus_delta,
                                        params.ds_factor);
             return;
         }

@@ -115,7 +115,11 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
     rdK.clear();
     rdV.clear();
     TileCoord& stored = storage.tile_coord;  // registers are short over the loop
-    if (threadIdx.x == 0) stored = {sequence, work.head, first_key};
+    if (threadIdx.x == 0) {
+        stored = {sequence, work.head, first_key};
+        if constexpr (drops_pairs(Tile::kOptions))
+            storage.dropout = dropout_mask(params, sequence, 0);
+    }
     typename Tile::Walk walk = cta.first_q_tile(first_key);
     cta.load_kv(first_key);
     if (!walk.done()) {

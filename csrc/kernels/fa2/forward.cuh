@@ -297,7 +297,8 @@ struct Fa2Forward {
     // O += P V, with dropout of P. If P were dropped before the wait for V, or the sequence stayed
     // in registers, d 128 would spill under ptxas 13.0 or 13.5.
     FLASH_DEVICE void accumulate(Output& rO, Scores& rP, int kv_tile, uint32_t stage) const {
-        drop<kOptions>(rP, params, storage().tile_coord.sequence, head, first_query + warp_row,
+        const auto& coord = storage().tile_coord;
+        drop<kOptions>(rP, params, coord.sequence, head, coord.first_row + warp_row,
                        kv_tile * kBlockKV);
         gemm<Element, kBlockKV>(rO, AFromRegisters<Element, Scores>{rP},
                                 BFromColumns<VTile>(sV(stage)));
