@@ -24,22 +24,24 @@ struct DropoutMask {
     static constexpr uint32_t kRowStep = kColStep * 0x9E3779B9u;
     static constexpr uint64_t kHeadStep = 0xD1B54A32D192ED03u;
 
-    uint64_t key;
+    // Not one number of 64 bits: fa3's State has this as a member with [[no_unique_address]], and
+    // nvcc 13.0 copies the padding after the threshold, too, in which it has another member.
+    uint32_t key_low;
+    uint32_t key_high;
     uint32_t drop_threshold;  // in both halves
 
     DropoutMask() = default;
     FLASH_HOST_DEVICE constexpr DropoutMask(int64_t seed, int64_t offset, int64_t flat_head,
                                             uint32_t threshold)
-        : key(static_cast<uint64_t>(seed) * 0xBF58476D1CE4E5B9u +
-              static_cast<uint64_t>(offset) * 0x9E3779B97F4A7C15u +
-              static_cast<uint64_t>(flat_head) * kHeadStep),
-          drop_threshold(threshold) {}
+        : DropoutMask(static_cast<uint64_t>(seed) * 0xBF58476D1CE4E5B9u +
+                          static_cast<uint64_t>(offset) * 0x9E3779B97F4A7C15u +
+                          static_cast<uint64_t>(flat_head) * kHeadStep,
+                      threshold) {}
 
     // That of a head so many further.
     FLASH_HOST_DEVICE constexpr DropoutMask ahead(int heads) const {
-        DropoutMask mask = *this;
-        mask.key += static_cast<uint64_t>(heads) * kHeadStep;
-        return mask;
+        const uint64_t key = static_cast<uint64_t>(key_high) << 32 | key_low;
+        return DropoutMask(key + static_cast<uint64_t>(heads) * kHeadStep, drop_threshold);
     }
 
     // The number, among words, of a row and of row ^ 8, or of a column and of column ^ 8.
@@ -47,13 +49,13 @@ struct DropoutMask {
     // The place of a word: so many rows and columns of words further it is the sum of that many
     // steps and this.
     FLASH_HOST_DEVICE constexpr uint32_t place(uint32_t row_counter, uint32_t col_counter) const {
-        return static_cast<uint32_t>(key) + row_counter * kRowStep + col_counter * kColStep;
+        return key_low + row_counter * kRowStep + col_counter * kColStep;
     }
     FLASH_HOST_DEVICE constexpr uint32_t word(uint32_t x) const {
         x ^= x >> 16;
-        x = x * 0x7FEB352Du + static_cast<uint32_t>(key >> 32);
+        x = x * 0x7FEB352Du + key_high;
         x ^= x >> 15;
-        x = x * 0x846CA68Bu + static_cast<uint32_t>(key);
+        x = x * 0x846CA68Bu + key_low;
         return x ^ x >> 16;
     }
 
@@ -62,6 +64,12 @@ struct DropoutMask {
         const int bits = 8 * (2 * row_half + col_half) + 1;
         return (word << bits | word >> (32 - bits)) >= drop_threshold << 17;
     }
+
+ private:
+    FLASH_HOST_DEVICE constexpr DropoutMask(uint64_t key, uint32_t threshold)
+        : key_low(static_cast<uint32_t>(key)),
+          key_high(static_cast<uint32_t>(key >> 32)),
+          drop_threshold(threshold) {}
 };
 
 }  // namespace flash_ext

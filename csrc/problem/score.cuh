@@ -388,9 +388,8 @@ FLASH_DEVICE DropoutMask dropout_mask(const AttentionParams& params, const Seque
 FLASH_DEVICE DropoutMask uniform_dropout_mask(const AttentionParams& params,
                                               const Sequence& sequence, int head) {
     DropoutMask mask = dropout_mask(params, sequence, head);
-    const uint32_t low = ptx::warp_uniform(static_cast<uint32_t>(mask.key));
-    const uint32_t high = ptx::warp_uniform(static_cast<uint32_t>(mask.key >> 32));
-    mask.key = static_cast<uint64_t>(high) << 32 | low;
+    mask.key_low = ptx::warp_uniform(mask.key_low);
+    mask.key_high = ptx::warp_uniform(mask.key_high);
     return mask;
 }
 

@@ -274,11 +274,8 @@ struct Fa3Forward : Fa3ForwardResults<Element, Element, kHeadDim, kHeadDimV, kOp
         gemm_async<Element, kHeadDim>(x.rS, q_rows, k_rows, false);
     }
 
-    // Starts O = P V or O += P V. With dropout O has been cleared: the registers may hold masks,
-    // which are NaNs, and a matmul that does not accumulate by a predicate keeps NaNs
-    // (docs/notes/039-dropout.md).
+    // Starts O = P V or O += P V.
     FLASH_DEVICE void issue_output(const State& x, const Probabilities& rP, bool accumulate) const {
-        if constexpr (kDropout) accumulate = true;
         const auto v_columns = this->template operand<MNMajor<VTile, false>>(v_pipeline, x.v);
         gemm_async<Element, kBlockKV>(x.rO, rP, v_columns, accumulate);
     }
@@ -360,8 +357,6 @@ struct Fa3Forward : Fa3ForwardResults<Element, Element, kHeadDim, kHeadDimV, kOp
             end_work_tile(x.output_tile);
             if constexpr (kInTurn && kYieldsInStore) wait_turn();
         }
-        if constexpr (kDropout)
-            if (x.first_iteration) x.rO.clear();
     }
 
     // --- Results ---
