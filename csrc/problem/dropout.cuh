@@ -8,7 +8,7 @@
 //
 // The word is a hash of its place: two multiplications between three shifts, with the constants of
 // C. Wellons' search for low bias. Philox, the usual choice, needs products of 64 bits, which take
-// six to eleven times as long as others beside matmuls (docs/notes/039-dropout.md).
+// six times as long as these beside matmuls (docs/notes/039-dropout.md).
 #pragma once
 
 #include <cstdint>
@@ -24,8 +24,8 @@ struct DropoutMask {
     static constexpr uint32_t kRowStep = kColStep * 0x9E3779B9u;
     static constexpr uint64_t kHeadStep = 0xD1B54A32D192ED03u;
 
-    // Not one number of 64 bits: fa3's State has this as a member with [[no_unique_address]], and
-    // nvcc 13.0 copies the padding after the threshold, too, in which it has another member.
+    // Not one number of 64 bits, which would leave padding after the threshold: fa3's State has this
+    // as a member with [[no_unique_address]], and nvcc 13.0 lost the value of a later member.
     uint32_t key_low;
     uint32_t key_high;
     uint32_t drop_threshold;  // in both halves
