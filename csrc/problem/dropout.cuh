@@ -24,8 +24,8 @@ struct DropoutMask {
     static constexpr uint32_t kRowStep = kColStep * 0x9E3779B9u;
     static constexpr uint64_t kHeadStep = 0xD1B54A32D192ED03u;
 
-    // Not one number of 64 bits, which would leave padding after the threshold: fa3's State has this
-    // as a member with [[no_unique_address]], and nvcc 13.0 lost the value of a later member.
+    // Not one number of 64 bits, which would leave padding after the threshold: fa3's State has
+    // this as a member with [[no_unique_address]], and nvcc 13.0 lost the value of a later member.
     uint32_t key_low;
     uint32_t key_high;
     uint32_t drop_threshold;  // in both halves
