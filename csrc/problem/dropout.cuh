@@ -1,10 +1,10 @@
 // Dropout's mask, a pure function of (seed, offset, batch, head, row, column): the same bits in
 // every variant, in forward and backward, on GPU and CPU (flash_ext/dropout.py).
 //
-// A word decides four elements, in rows r and r + 8 and columns c and c + 8 of a 16x16 block, which
-// one lane of mma.m16n8k16's accumulator layout holds, of the transposed block, too. Their numbers
-// are the word rotated by 1, 9, 17 and 25 bits, of which the upper 15 count: without its first bit,
-// half of a word is a number of fp16, and two are compared at once.
+// A word decides four elements, in rows r and r + 8 and columns c and c + 8 of a 16x16 block. In
+// mma.m16n8k16's accumulator layout one lane holds all four, whether the block is transposed or
+// not. Each element has a number: the upper 15 bits of the word rotated by 1, 9, 17 or 25 bits.
+// Without its first bit, half of a word is a number of fp16, so two are compared at once.
 //
 // The word is a hash of its place: two multiplications between three shifts, with the constants of
 // C. Wellons' search for low bias. Philox, the usual choice, needs products of 64 bits, which take
@@ -18,8 +18,8 @@
 namespace flash_ext {
 
 struct DropoutMask {
-    // Odd, so that no two places of a head are the same unless they are far apart: a step by a row
-    // is the golden ratio (times 2^32) of steps by a column.
+    // A row is 0x9E3779B9 columns further, 2^32 over the golden ratio, which keeps words of a head
+    // that share a place far apart.
     static constexpr uint32_t kColStep = 0x9E3779B1u;
     static constexpr uint32_t kRowStep = kColStep * 0x9E3779B9u;
     static constexpr uint64_t kHeadStep = 0xD1B54A32D192ED03u;
@@ -46,8 +46,7 @@ struct DropoutMask {
 
     // The number, among words, of a row and of row ^ 8, or of a column and of column ^ 8.
     static FLASH_HOST_DEVICE constexpr uint32_t counter(uint32_t x) { return x / 16 * 8 + x % 8; }
-    // The place of a word: so many rows and columns of words further it is the sum of that many
-    // steps and this.
+    // The place of a word. The steps above lead from it to the next row's or column's.
     FLASH_HOST_DEVICE constexpr uint32_t place(uint32_t row_counter, uint32_t col_counter) const {
         return key_low + row_counter * kRowStep + col_counter * kColStep;
     }

@@ -423,8 +423,8 @@ FLASH_DEVICE void visit_pair(const DropoutMask& mask, const uint32_t (&words)[2]
     visit(1, keep[1]);
 }
 
-// The words of the columns 2 c and 2 c + 1 that a lane holds of 16x16 elements; `step` is one
-// column's.
+// The words of a lane's columns 2 c and 2 c + 1 of a 16x16 block; a `step` leads from one to the
+// next.
 FLASH_DEVICE void draw_words(uint32_t (&words)[2], const DropoutMask& mask, uint32_t place,
                              uint32_t step) {
     words[0] = mask.word(place);

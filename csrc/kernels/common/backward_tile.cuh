@@ -6,18 +6,17 @@
 //     dP^T = V dO^T                dS^T = P^T * (dP^T - delta)
 //     dV  += P^T dO                dK  += dS^T Q
 //     dQ   = dS K
-// so that P^T and dS^T leave the tensor cores in the layout in which dV and dK take them as
-// operands. Only dS always goes through shared memory, because dQ sums over keys.
+// P^T and dS^T leave the tensor cores in the layout in which dV and dK take them as operands. Only
+// dS always goes through shared memory, because dQ sums over keys.
 //
 // Warps: kWarpsKV x kWarpsD. A warp owns kKeysPerWarp rows of the KV tile and every kWarpsD-th
-// 16-column block of their dK and dV, in registers. With kWarpsD = 1, P^T and dS^T never leave the
-// warp. With kWarpsD > 1 (large head dims, where a row of dK and dV does not fit one warp) the
-// warps of a row group compute an equal share of the queries each and exchange P^T and dS^T through
-// shared memory. For dQ the warps are regrouped kWarpsM x kWarpsN over (queries, columns).
+// 16-column block of their dK and dV, in registers. With kWarpsD > 1 (large head dims, where a row
+// of dK and dV does not fit one warp) the warps of a row group share the queries, and exchange P^T
+// and dS^T through shared memory. For dQ they regroup: kWarpsM x kWarpsN of (queries, columns).
 //
-// Shared memory: K, V [kBlockKV][D]; kStages x (Q, dO [kBlockQ][D], lse, delta,
-// reference [kBlockQ], a tile of a bias in 16 bits [kBlockQ][kBlockKV]); dS^T and, for kWarpsD > 1,
-// P^T [kBlockKV][kBlockQ]. dV and dK leave through the K and V tiles.
+// Shared memory: K, V [kBlockKV][D]; kStages x (Q, dO [kBlockQ][D], lse, delta, reference
+// [kBlockQ], 16-bit bias [kBlockQ][kBlockKV]); dS^T and, for kWarpsD > 1, P^T [kBlockKV][kBlockQ].
+// dV and dK leave through the K and V tiles.
 #pragma once
 
 #include "kernels/common/backward_math.cuh"
@@ -187,8 +186,7 @@ struct BackwardTile {
     };
     static constexpr int kSharedBytes = sizeof(SharedStorage);
 
-    // dQ is computed in slices of columns where a warp's columns do not fit in registers together
-    // with dK and dV.
+    // dQ is computed in slices of columns if a warp's do not fit in registers beside dK and dV.
     static constexpr int kDQSlices = kTuning.dq_slices;
     static constexpr int kDQFloats = kWholeTiles ? 4 : 2;  // that a lane adds at a time
     using DQ = RegisterTile<kBlockQ / kWarpsM, kHeadDim / kWarpsN / kDQSlices>;
@@ -380,11 +378,11 @@ struct BackwardTile {
             softmax_gradient<Rows::kKeys>(rdS, rP, minus_delta);
             return;
         }
-        // With dropout Z / (1 - p), dS = P * (Z dP / (1 - p) - delta) and dV = (P Z)^T dO / (1 -
-        // p). P and dS have a part of their factors when they are rounded (p_factor, ds_factor),
-        // and the other part comes at the end.
+        // With dropout Z / (1 - p), dS = P * (Z dP / (1 - p) - delta), dV = (P Z)^T dO / (1 - p). P
+        // and dS are rounded with a part of these factors; the rest comes at the end.
         const int first_query = walk.q_tile() * kBlockQ + warp_query();
         if constexpr (drops_pairs(kOptions)) {
+            // In registers the mask and the tile's first row would spill at d 128.
             const SharedStorage& storage = shared_storage<SharedStorage>();
             dropout_gradient<kOptions>(rdS, rP, storage.dropout.ahead(walk.head), first_query,
                                        storage.tile_coord.first_row + warp_key, minus_delta,

@@ -294,8 +294,8 @@ struct Fa2Forward {
         softmax.update(rS, rO, exponent_scale<kOptions>(params));
     }
 
-    // O += P V, with dropout of P. If P were dropped before the wait for V, or the sequence stayed
-    // in registers, d 128 would spill under ptxas 13.0 or 13.5.
+    // O += P V, with dropout of P. If P were dropped before the wait for V, or the sequence and the
+    // tile's first row stayed in registers, d 128 would spill under ptxas 13.0 or 13.5.
     FLASH_DEVICE void accumulate(Output& rO, Scores& rP, int kv_tile, uint32_t stage) const {
         const auto& coord = storage().tile_coord;
         drop<kOptions>(rP, params, coord.sequence, head, coord.first_row + warp_row,
