@@ -190,6 +190,24 @@ def test_heads_of_a_group(queries: int, causal: bool, device: str) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
+def test_masks_of_blocks(variant: str, device: str) -> None:
+    """Some rows are large, and all: of full blocks, too, which have no words."""
+    if device == "cpu" and variant not in flash_ext.CPU_VARIANTS:
+        pytest.skip("not on the CPU")
+    q, k, v, dout = tensors(device, torch.bfloat16, 1.0, 390, False, 390, 2)
+    visible = torch.rand(390, 390, generator=torch.Generator().manual_seed(2)) < 0.5
+    visible[:256, :256] = True
+    visible[128:, 256:] = False
+    visible = visible.to(device)
+    mask = flash_ext.Mask.dense(visible)
+    large = q.clone()
+    large[0, [3, 17, 140, 299]] *= 1e6
+    for inputs in ([large, k, v, dout], [1e6 * q, k, v, dout]):
+        actual = results(flash_ext, *inputs, mask=mask, variant=variant)
+        assert_right(actual, inputs, bias=visible)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_a_few_large_rows(variant: str, device: str) -> None:
     """Among others, which are as exact as without them."""
     if device == "cpu" and variant not in flash_ext.CPU_VARIANTS:

@@ -264,10 +264,11 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
     FLASH_DEVICE static bool is_partial(const State& s) {
         return s.at.i < s.full.begin || s.at.i >= s.full.end;
     }
-    // What a mask of tiles shows of a partial tile: found beside S, dV and dK.
+    // What a mask of tiles shows of a partial tile: found beside S, dV and dK. Of a full one, which
+    // counts as partial where large_lse is raised, it is not used.
     FLASH_DEVICE VisibleElements<Scores> visible(const State& s, const KeyTile& tile) const {
         if constexpr (Base::kMask)
-            if (is_partial(s))
+            if (is_partial(s)) [[unlikely]]
                 return visible_elements<Scores>(storage.mask.words[s.q.stage],
                                                 params.tile_mask.bits, tile.first_key + warp_key);
         return {};
@@ -283,8 +284,10 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
                 params.bias_map.is_float32);
         bool masked = is_partial(s);
         if constexpr (Base::kMask) {
-            if (masked) hide_queries(s.rS, visible);
-            masked = tile.large_lse;
+            if (masked) [[unlikely]] {
+                if (s.at.i >= tile.full_tiles) hide_queries(s.rS, visible);
+                masked = tile.large_lse;
+            }
         }
         warp_scores(s, tile).probabilities(s.rS, storage.lse[s.q.stage], masked, tile.large_lse);
     }
@@ -508,7 +511,7 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
                 continue;
             }
             if constexpr (Base::kMask) {
-                s.full = {0, ptx::warp_uniform(tile.full_tiles)};
+                s.full = {0, ptx::warp_uniform(tile.large_lse ? 0 : tile.full_tiles)};
             } else {
                 s.full = full_q_tiles(params, tile, tile.first_key + consumer * 64, kBlockQ);
                 s.last_first = ptx::warp_uniform(tile.last_first);
