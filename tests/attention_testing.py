@@ -587,7 +587,7 @@ def make_inputs(problem: Problem, device: str) -> Inputs:
 
 
 # Tests run a problem again and again, and its variants in turn. Only for those that do not write.
-_own_inputs = functools.lru_cache(maxsize=1)(make_inputs)
+own_inputs = functools.lru_cache(maxsize=1)(make_inputs)
 
 
 def _make_descale(
@@ -673,7 +673,7 @@ def run(
     inputs: Inputs | None = None,
 ) -> dict[str, torch.Tensor]:
     """out, lse and every gradient of the problem by one variant, through the public function."""
-    inputs = inputs or _own_inputs(problem, device)
+    inputs = inputs or own_inputs(problem, device)
     with nan_filled_outputs():
         out, lse = attend(
             problem, inputs, deterministic=deterministic, variant=variant, return_lse=True
@@ -800,7 +800,7 @@ def expected_forward(problem: Problem, inputs: Inputs) -> Expected:
 @functools.lru_cache(maxsize=2)
 def reference_results(problem: Problem, device: str) -> Expected:
     """`expected_results` with its own inputs; cached because the variants are tested in turn."""
-    return expected_results(problem, _own_inputs(problem, device))
+    return expected_results(problem, own_inputs(problem, device))
 
 
 def _largest(x: torch.Tensor) -> float:
@@ -899,7 +899,7 @@ def check(
         expected = expected_results(problem, inputs)
     judged = dict(actual)
     if problem.sink:
-        assert_sink_gradient(actual, inputs or _own_inputs(problem, device))
+        assert_sink_gradient(actual, inputs or own_inputs(problem, device))
         if problem.heads_q < HANDFUL:
             del judged["dsink"]
     assert_accurate(judged, expected, problem.dtype)

@@ -45,6 +45,7 @@ from attention_testing import VARIANTS, Problem  # noqa: E402
 # The fields of a problem that decide which variants run it.
 DECISIVE = ("head_dim", "head_dim_v", "layout", "dropout_p", "bias")
 LITTLE_GPU_MEMORY = 16 << 30  # bytes
+CLAIM = Path(tempfile.gettempdir()) / "flash_ext_gpu_memory.lock"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -126,19 +127,27 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("device", devices)
 
 
+def give_memory_back() -> None:
+    attention_testing.reference_results.cache_clear()
+    attention_testing.own_inputs.cache_clear()
+    torch.cuda.empty_cache()
+
+
 @pytest.fixture
 def claim_gpu_memory() -> Iterator[Callable[[int], None]]:
     """Claims bytes of GPU memory, and half as many again for workspaces, or skips the test.
 
-    For tests of large tensors: of all processes of xdist, one such test runs at a time.
+    For tests of large tensors: of all processes, one such test runs at a time. Meanwhile the others
+    find in the file how much it needs.
     """
-    with (Path(tempfile.gettempdir()) / "flash_ext_gpu_memory.lock").open("w") as lock:
+    with CLAIM.open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        attention_testing.reference_results.cache_clear()
-        torch.cuda.empty_cache()
+        give_memory_back()
 
         def claim(size: int) -> None:
             needed, end = size * 3 // 2, time.monotonic() + 60
+            lock.truncate(0)
+            print(needed, file=lock, flush=True)
             while torch.cuda.mem_get_info()[0] < needed:
                 if time.monotonic() > end:
                     pytest.skip(f"needs {needed / 2**30:.0f} GiB of free GPU memory")
@@ -146,14 +155,18 @@ def claim_gpu_memory() -> Iterator[Callable[[int], None]]:
 
         yield claim
         torch.cuda.empty_cache()
+        lock.truncate(0)
 
 
 @pytest.fixture(autouse=True)
 def leave_gpu_memory() -> Iterator[None]:
-    """Gives back what this process has cached where little is free: others may claim it."""
+    """Gives back what this process has cached where little is free, or less than another claims."""
     yield
-    if torch.cuda.is_initialized() and torch.cuda.mem_get_info()[0] < LITTLE_GPU_MEMORY:
-        torch.cuda.empty_cache()
+    if not torch.cuda.is_initialized():
+        return
+    claimed = CLAIM.read_text() if CLAIM.exists() else ""
+    if torch.cuda.mem_get_info()[0] < max(LITTLE_GPU_MEMORY, int(claimed or 0)):
+        give_memory_back()
 
 
 def problem_of(item: pytest.Function) -> Problem:
