@@ -45,14 +45,16 @@ from attention_testing import VARIANTS, Problem  # noqa: E402
 # The fields of a problem that decide which variants run it.
 DECISIVE = ("head_dim", "head_dim_v", "layout", "dropout_p", "bias")
 LITTLE_GPU_MEMORY = 16 << 30  # bytes
+COLLECTED = pytest.StashKey[int]()
 CLAIM = Path(tempfile.gettempdir()) / "flash_ext_gpu_memory.lock"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--part",
-        metavar="I/N",
-        help="of N parts of the tests only part I, from 0 on (gpu_suite.py)",
+        "--share",
+        type=Path,
+        metavar="FILE",
+        help="share the tests with other processes that are given this file (gpu_suite.py)",
     )
     parser.addoption(
         "--report",
@@ -104,9 +106,33 @@ def pytest_pycollect_makeitem(name: str, obj: object) -> list[pytest.Item] | Non
     return [] if any(mark.name == "gpu" for mark in getattr(obj, "pytestmark", ())) else None
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
+    session.config.stash[COLLECTED] = len(session.items)
     gc.freeze()  # what every later collection would look at, for a third of a second
     gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    """With --share: the tests that no other process takes."""
+    option = session.config.option
+    if option.share is None or option.collectonly or session.testsfailed:
+        return None
+    groups = gpu_suite.groups_of(session.items)
+    items = (item for i in gpu_suite.taken(option.share, len(groups)) for item in groups[i])
+    item, failed = next(items, None), 0
+    while item is not None:
+        following = next(items, None)
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        if session.shouldfail or session.shouldstop:
+            raise session.Interrupted(session.shouldfail or session.shouldstop)
+        if session.testsfailed > failed and torch.cuda.is_initialized():
+            try:
+                torch.cuda.synchronize()
+            except RuntimeError as error:  # all that this process takes would fail
+                raise session.Interrupted(str(error)) from error
+        item, failed = following, session.testsfailed
+    return True
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -215,11 +241,7 @@ def beyond_their_shares(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     reason = gpu_suite.why_no_gpu()
     left_out = []
-    part, parts = map(int, (config.option.part or "0/1").split("/"))
     for item in items:
-        if gpu_suite.part_of(item.nodeid, parts) != part:
-            left_out.append(item)
-            continue
         if config.option.soak is None and item.get_closest_marker("soak"):
             left_out.append(item)
             continue
@@ -266,6 +288,7 @@ def pytest_terminal_summary(
 ) -> None:
     if config.option.report:
         report = gpu_test_report.summary(terminalreporter.stats)
+        report["collected"] = config.stash[COLLECTED]
         config.option.report.write_text(json.dumps(report))
 
 

@@ -2,13 +2,13 @@
 
     python tests/gpu_suite.py                  # all of them; benchmarks/results/<gpu>/tests.json
     python tests/gpu_suite.py --to FILE        # the same, to another file
-    python tests/gpu_suite.py --jobs 16 --parts 32       # 16 processes at a time, 32 in all
+    python tests/gpu_suite.py --jobs 16        # in 16 processes
     python tests/gpu_suite.py -k varlen -x     # some of them, with options of pytest; no file
     python tests/gpu_suite.py --failed         # those that failed, where a test was wrong
     python tests/gpu_suite.py --failed --to FILE         # those that failed in that file
 
-Most of a test's time is Python's and the launches', on one core. So several processes each run a
-part of the tests (`part_of`) and report what they ran.
+Most of a test's time is Python's and the launches', on one core. So several processes share the
+tests: each takes some (`taken`) whenever it has none, and reports what it ran.
 
 --failed is for a report of this very source, when only tests have changed since: the results of the
 tests that failed there are replaced, and "again" in the file says how many they are. Where a
@@ -18,6 +18,7 @@ process crashed it is not known which tests did not run: it refuses.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import re
@@ -25,12 +26,14 @@ import subprocess
 import sys
 import tempfile
 import time
-import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pytest
 
 TESTS = Path(__file__).resolve().parent
 MAX_JOBS = 6  # of a GPU
@@ -38,12 +41,27 @@ GIB_PER_JOB = 12  # of GPU memory
 NO_TESTS = 5  # an exit status of pytest
 
 
-def part_of(test: str, parts: int) -> int:
-    """The part that a test belongs to, by its node id.
+def groups_of(items: Iterable[pytest.Item]) -> list[list[pytest.Item]]:
+    """Tests by node id but for the variant: variants are held against the same reference, which is
+    computed once."""
+    groups: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        groups.setdefault(re.sub(r"fa[123]", "", item.nodeid), []).append(item)
+    return list(groups.values())
 
-    Variants stay together: they are held against the same reference, which is computed once.
-    """
-    return zlib.crc32(re.sub(r"fa[123]", "", test).encode()) % parts
+
+def taken(shared: Path, count: int, at_a_time: int = 8) -> Iterator[int]:
+    """Numbers below `count` that no other process takes from the same file."""
+    while True:
+        with shared.open("a+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            first = int(file.read() or 0)
+            file.truncate(0)
+            file.write(str(first + at_a_time))
+        if first >= count:
+            return
+        yield from range(first, min(first + at_a_time, count))
 
 
 def why_no_gpu() -> str | None:
@@ -88,18 +106,16 @@ def run(
     options: list[str],
     folder: Path,
     tests: Sequence[str] = (str(TESTS),),
-    parts: int | None = None,
 ) -> dict[str, Any]:
-    """Run the tests in so many parts, by default one for each process; logs go to the folder.
-    Returns counts, reasons of skips, failures, and which passed on several GPUs."""
+    """Run the tests in so many processes; logs go to the folder. Returns counts, reasons of skips,
+    failures, and which passed on several GPUs."""
     started = time.monotonic()
-    parts = parts or jobs
-    reports = [folder / f"{i}.json" for i in range(parts)]
-    logs = [folder / f"{i}.log" for i in range(parts)]
+    reports = [folder / f"{i}.json" for i in range(jobs)]
+    logs = [folder / f"{i}.log" for i in range(jobs)]
 
-    def run_part(i: int) -> int:
+    def run_one(i: int) -> int:
         command = [
-            sys.executable, "-m", "pytest", *tests, "-m", "gpu", "--part", f"{i}/{parts}",
+            sys.executable, "-m", "pytest", *tests, "-m", "gpu", "--share", str(folder / "taken"),
             "--report", str(reports[i]), *options,
         ]  # fmt: skip
         with logs[i].open("w") as file:
@@ -109,11 +125,11 @@ def run(
             ).returncode
 
     with ThreadPoolExecutor(jobs) as pool:
-        running = [pool.submit(run_part, i) for i in range(parts)]
-        while not all(part.done() for part in running):
+        running = [pool.submit(run_one, i) for i in range(jobs)]
+        while not all(one.done() for one in running):
             time.sleep(1)
             percents = [re.findall(r"\[ *(\d+)%\]", x.read_text()) for x in logs if x.exists()]
-            done = sum(int(found[-1]) for found in percents if found) // parts
+            done = sum(int(found[-1]) for found in percents if found)
             if sys.stdout.isatty():
                 print(f"\r{done:3} % of the GPU tests, {jobs} processes", end="", flush=True)
     print()
@@ -122,21 +138,27 @@ def run(
     skips: Counter[str] = Counter()
     several_gpus: dict[str, int] = {}
     failures: list[str] = []
-    statuses = []
-    for part, report, log in zip(running, reports, logs, strict=True):
-        none = part.result() == NO_TESTS and options  # which may leave a part without any
-        statuses.append(0 if none else part.result())
+    collected, ran, statuses = 0, 0, []
+    for one, report, log in zip(running, reports, logs, strict=True):
+        none = one.result() == NO_TESTS and options  # which may leave none
+        statuses.append(0 if none else one.result())
         if not report.exists():  # the process has crashed
             counts["error"] += 1
-            failures.append(f"a process ended with status {part.result()}")
+            failures.append(f"a process ended with status {one.result()}")
         else:
             found = json.loads(report.read_text())
+            collected = max(collected, found["collected"])
+            ran += sum(found["counts"].values())
             counts.update(found["counts"])
             skips.update(found["skips"])
             several_gpus |= found["several_gpus"]
             failures += found["failures"]
         if statuses[-1]:
             print(log.read_text()[-8000:])
+    if ran < collected:
+        counts["error"] += 1
+        failures.append(f"{collected - ran} tests did not run")
+        statuses.append(1)
     return {
         "selection": "-m gpu",
         "counts": dict(counts),
@@ -193,7 +215,6 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--jobs", type=int, help="processes; default: by cores and GPU memory")
-    parser.add_argument("--parts", type=int, help="of the tests; default: one a process")
     parser.add_argument("--to", type=Path, help="the file, in place of tests.json")
     parser.add_argument("--failed", action="store_true", help="those that failed, once more")
     args, options = parser.parse_known_args()
@@ -205,7 +226,7 @@ def main() -> int:
             result = run_failed(Path(folder), args.to)
         else:
             jobs = args.jobs or default_jobs()
-            result = run(jobs, options, Path(folder), parts=args.parts)
+            result = run(jobs, options, Path(folder))
     print(json.dumps(result, indent=1))
     if options:
         print("these were not all of the tests: nothing is written")

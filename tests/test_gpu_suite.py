@@ -18,8 +18,6 @@ import pytest
 import torch
 from forked import run_python
 
-import flash_ext
-
 common = gpu_test_report.common
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -50,49 +48,73 @@ def test_report_says_why_tests_were_skipped(tmp_path: Path) -> None:
     assert reasons == {"needs 100 GiB": 2, "needs two GPUs": 1}
 
 
-# As `pytest ARGUMENTS --part I/N --report I.json`, once for each part; what conftest.py imports is
-# imported once.
-RUN_PARTS = """
+# As `pytest ARGUMENTS --share taken --report I.json`, in so many processes at a time; what
+# conftest.py imports is imported once.
+RUN_PROCESSES = """
 import os, sys, pytest
 import gpu_suite, gpu_test_report, grids
-parts, *arguments = sys.argv[1:]
-for i in range(int(parts)):
+jobs, *arguments = sys.argv[1:]
+for i in range(int(jobs)):
     if os.fork() == 0:
-        report = ["--part", f"{i}/{parts}", "--report", f"{i}.json"]
+        report = ["--share", "taken", "--report", f"{i}.json"]
         os._exit(pytest.main([*arguments, *report]))
+for i in range(int(jobs)):
     os.wait()
 """
 
 
-def test_parts_of_the_gpu_tests(tmp_path: Path) -> None:
-    """Every test is in one part, and the variants of a test in the same."""
-    (tmp_path / "conftest.py").write_text((ROOT / "tests/conftest.py").read_text())
+def run_shared(jobs: int, folder: Path) -> list[common.Json]:
+    """Run the tests of a folder in so many processes; their reports."""
+    (folder / "conftest.py").write_text((ROOT / "tests/conftest.py").read_text())
+    command = ["-c", RUN_PROCESSES, str(jobs), "-q", "-p", "no:cacheprovider", "-s"]
+    command += [f"--rootdir={folder}", str(folder)]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'tests'}{os.pathsep}{ROOT}"}
+    run_python(*command, env=environment, cwd=folder)
+    return [json.loads((folder / f"{i}.json").read_text()) for i in range(jobs)]
+
+
+def test_a_process_that_loses_its_gpu_takes_no_more_tests(tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text(
-        "import pytest\n"
+        "import torch\n"
+        "def test_one():\n"
+        "    def fail(): raise RuntimeError('an illegal memory access')\n"
+        "    torch.cuda.is_initialized = lambda: True\n"
+        "    torch.cuda.mem_get_info = lambda: (1 << 40, 1 << 40)\n"
+        "    torch.cuda.synchronize = fail\n"
+        "    assert False\n"
+        "def test_two(): pass\n"
+    )
+    [report] = run_shared(1, tmp_path)
+    assert report["counts"]["failed"] == 1 and report["counts"]["passed"] == 0
+    assert report["collected"] == 2
+
+
+def test_processes_share_the_gpu_tests(tmp_path: Path) -> None:
+    """Every test runs once, and the variants of a test in one process."""
+    (tmp_path / "test_some.py").write_text(
+        "import os, pathlib, pytest, time\n"
         "@pytest.mark.parametrize('name', ('fa1', 'fa2', 'fa3'))\n"
-        "@pytest.mark.parametrize('i', range(20))\n"
-        "def test_it(i, name): assert i != 7 or name != 'fa3'\n"
+        "@pytest.mark.parametrize('i', range(60))\n"
+        "def test_it(i, name):\n"
+        "    time.sleep(0.005)\n"
+        "    with pathlib.Path(f'{os.getpid()}.ran').open('a') as file: print(i, file=file)\n"
+        "    assert i != 7 or name != 'fa3'\n"
         "@pytest.mark.parametrize('gpus', (0, 99))\n"
         "def test_gpus(gpus, need_gpus): need_gpus(gpus)\n"
     )
-    command = ["-c", RUN_PARTS, "3", "-q", "-p", "no:cacheprovider", "-s"]
-    command += [f"--rootdir={tmp_path}", str(tmp_path)]
-    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'tests'}{os.pathsep}{ROOT}"}
-    run_python(*command, env=environment, cwd=tmp_path)
-    parts = [json.loads((tmp_path / f"{i}.json").read_text()) for i in range(3)]
+    parts = run_shared(3, tmp_path)
     passed = [part["counts"]["passed"] for part in parts]
-    assert sum(passed) == 60 and min(passed) > 0
+    assert sum(passed) == 180 and min(passed) > 0
+    assert {part["collected"] for part in parts} == {182}
+    ran = [path.read_text().split() for path in tmp_path.glob("*.ran")]
+    assert sorted(int(x) for some in ran for x in some) == sorted([*range(60)] * 3)
+    assert all(some.count(x) == 3 for some in ran for x in some), "variants stay together"
     assert [x for p in parts for x in p["several_gpus"].items()] == [
         ("test_some.py::test_gpus[0]", 0)
     ], "named with their number where there are as many"
     assert [x for p in parts for x in p["skips"]] == ["needs 99 GPUs"]
     assert sorted(p["counts"]["failed"] for p in parts) == [0, 0, 1]
     assert [x for p in parts for x in p["failures"]] == ["test_some.py::test_it[7-fa3]"]
-    for parts in (2, 5):
-        assert (
-            len({gpu_suite.part_of(f"test_it[{name}-3]", parts) for name in flash_ext.VARIANTS})
-            == 1
-        )
 
 
 def test_processes_begin_with_gpus_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,25 +211,30 @@ def test_without_a_gpu_nothing_is_written(monkeypatch: pytest.MonkeyPatch) -> No
         gpu_suite.main()
 
 
-@pytest.mark.parametrize("jobs", (1, 3))
-def test_a_part_that_crashes_counts(
-    jobs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("crashed", (None, "1.json"))
+def test_a_process_that_crashes_counts(
+    crashed: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Parts are added up, and one without a report is an error."""
+    """Results are added up; no report is an error, and so are tests that did not run."""
 
-    def part(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+    def one(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
         report = Path(command[command.index("--report") + 1])
-        assert command[command.index("--part") + 1] == f"{report.stem}/3"
-        status = -11 if report.name == "1.json" else 0
+        assert command[command.index("--share") + 1] == str(tmp_path / "taken")
+        status = -11 if report.name == crashed else 0
         if not status:
-            found = {"counts": {"passed": 2}, "skips": {"why": 1}, "failures": []}
+            found = {"counts": {"passed": 2}, "skips": {"why": 1}, "failures": [], "collected": 6}
             report.write_text(json.dumps(found | {"several_gpus": {report.name: 2}}))
         return subprocess.CompletedProcess(command, status)
 
-    monkeypatch.setattr(gpu_suite.subprocess, "run", part)
-    result = gpu_suite.run(jobs, [], tmp_path, parts=3)
-    assert result["counts"] == {"passed": 4, "error": 1} and result["skips"] == {"why": 2}
-    assert result["exit_status"] == 11 and result["failures"] == ["a process ended with status -11"]
+    monkeypatch.setattr(gpu_suite.subprocess, "run", one)
+    result = gpu_suite.run(3, [], tmp_path)
+    if crashed is None:
+        assert result["counts"] == {"passed": 6} and result["skips"] == {"why": 3}
+        assert result["exit_status"] == 0 and result["failures"] == []
+        return
+    assert result["counts"] == {"passed": 4, "error": 2} and result["skips"] == {"why": 2}
+    assert result["exit_status"] == 11
+    assert result["failures"] == ["a process ended with status -11", "2 tests did not run"]
     assert result["several_gpus"] == {"0.json": 2, "2.json": 2}
 
 
