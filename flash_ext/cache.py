@@ -19,7 +19,7 @@ from typing_extensions import Unpack
 from . import ops
 from .cpu.checks import check_offsets
 from .functional import attention_options, recorded, unknown_option, with_options
-from .ops.call import no_autocast
+from .ops.call import can_be_read, no_autocast
 from .ops.checks import (
     Pair,
     check_rows,
@@ -140,7 +140,7 @@ class CacheCall(NamedTuple):
         if self.page_table is not None and self.k_cache.shape[1] == 0:
             refuse("k_cache", "of pages with at least one row", tuple(self.k_cache.shape))
         self._check_new()
-        if _is_readable(q):
+        if can_be_read(q):
             self._check_places()
 
     def _check_caches(self) -> None:
@@ -174,7 +174,7 @@ class CacheCall(NamedTuple):
         packed = self.cu_seqlens_k_new is not None
         rows: tuple[int | str, ...] = ("total_new",) if packed else (self.batch, "seqlen_new")
         require_tensors(k=k, v=v)
-        quantized = self.k_cache.dtype in QK_8_BITS and k.dtype == q.dtype
+        quantized = self.k_cache.dtype in QK_8_BITS and k.dtype == q.dtype not in QK_8_BITS
         dtypes = (q.dtype, q.dtype) if quantized else (self.k_cache.dtype, self.v_cache.dtype)
         check_rows("k", k, (*rows, *self.k_cache.shape[2:]), q, dtypes[0])
         rows = k.shape[:-2]
@@ -216,9 +216,9 @@ class CacheCall(NamedTuple):
             require_ints("cache_seqlens", held, (self.batch,), q)
         elif not isinstance(held, int | torch.SymInt):
             require_tensors(cache_seqlens=held)
-        if isinstance(held, Tensor) and not _is_readable(held):
+        if isinstance(held, Tensor) and not can_be_read(held):
             return held.contiguous()
-        readable = isinstance(new, int | torch.SymInt) or _is_readable(new)
+        readable = isinstance(new, int | torch.SymInt) or can_be_read(new)
         of_each = [held] * self.batch if not isinstance(held, Tensor) else held.tolist()
         if readable:
             news = new.tolist() if isinstance(new, Tensor) else [new] * self.batch
@@ -311,22 +311,23 @@ class CacheCall(NamedTuple):
         return found if "q" in options else (self.q, found[1])
 
 
-def _is_readable(x: Tensor) -> bool:
-    """Whether numbers can be looked at without a wait for a device."""
-    return not x.is_cuda and not is_compiling() and ops.is_real(x)
-
-
 def _call_of(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, arguments: Mapping[str, Any], names: Iterable[str]
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    arguments: Mapping[str, Any],
+    function: str,
+    names: Iterable[str],
 ) -> tuple[CacheCall, dict[str, Any]]:
     """The call, and its options. Raises TypeError for a name that the function does not have."""
     for name in arguments:
         if name not in names:
-            raise unknown_option(name)
+            raise unknown_option(name, function, names)
     of_call = {name: x for name, x in arguments.items() if name in CacheCall._fields}
     options = {name: x for name, x in arguments.items() if name not in of_call}
     caches: dict[str, Any] = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
-    tensors = caches | {name: of_call.get(name) for name in "kv"}
+    others = ("k", "v", "rotary_cos", "rotary_sin", "sink", "alibi_slopes")
+    tensors = caches | {name: arguments.get(name) for name in others}
     wants = any(isinstance(x, Tensor) and x.requires_grad for x in tensors.values())
     if wants or (not is_compiling() and in_dual_level()):
         refuse_gradients(**tensors)
@@ -475,7 +476,8 @@ def attention_with_cache(
     if isinstance(q, Proxy):
         caches = (k_cache, v_cache)
         return recorded(attention_with_cache, q, *caches, return_lse=return_lse, **arguments)
-    call, options = _call_of(q, k_cache, v_cache, arguments, CacheArguments.__annotations__)
+    names = CacheArguments.__annotations__
+    call, options = _call_of(q, k_cache, v_cache, arguments, "attention_with_cache", names)
     call.check()
     _, _, out, lse = _run(call, options, need_lse=return_lse)
     return (out, lse) if return_lse else out
@@ -500,7 +502,7 @@ def _prefix_keys(
     if isinstance(prefix_seqlen, Tensor):
         require_ints("prefix_seqlen", prefix_seqlen, (1,), q)
         length = prefix_seqlen.contiguous()
-        found = int(length) if _is_readable(length) else 0
+        found = int(length) if can_be_read(length) else 0
     else:
         found = longest if prefix_seqlen is None else prefix_seqlen
         length = torch.full((1,), found, dtype=torch.int32, device=q.device)
@@ -600,7 +602,8 @@ def attention_with_shared_prefix(
         torch.Size([2, 1, 4, 16])
     """
     refuse_gradients(k_prefix=k_prefix, v_prefix=v_prefix)
-    call, options = _call_of(q, k_cache, v_cache, arguments, PrefixArguments.__annotations__)
+    function, names = "attention_with_shared_prefix", PrefixArguments.__annotations__
+    call, options = _call_of(q, k_cache, v_cache, arguments, function, names)
     call.check()
     prefix, length = _prefix_keys(call, k_prefix, v_prefix, prefix_seqlen, prefix_page_table)
     if call.rotary_cos is not None and call.rotary_seqlens is None:

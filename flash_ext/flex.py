@@ -94,6 +94,8 @@ def flex_attention(
     mask = block_mask
     if mask is not None and not isinstance(mask, Mask):
         mask = _mask_of(mask)
+        if mask.shape[1] not in (1, query.shape[1]):  # of heads of K, as a Mask may be
+            refuse("block_mask", f"of 1 or {query.shape[1]} heads, as query", mask.shape[1])
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     out, lse = attention(q, k, v, mask=mask, scale=scale, return_lse=True)
     out = out.transpose(1, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypedDict, TypeVar, overload
 
@@ -56,6 +57,8 @@ class AttentionOptions(TypedDict, total=False):
 _ELSEWHERE = {
     "block_table": "page_table of attention_with_cache",
     "cache_seqlens": "an argument of attention_with_cache",
+    "cu_seqlens_k": "an argument of attention_varlen",
+    "cu_seqlens_q": "an argument of attention_varlen",
     "page_table": "an argument of attention_with_cache",
     "rotary_cos": "an argument of attention_with_cache",
     "attn_mask": "bias: added to the scores, or bool, True where a key is visible",
@@ -75,14 +78,17 @@ _ELSEWHERE = {
 """Names of arguments of SDPA, flash-attn and others: what they are here."""
 
 
-def unknown_option(name: str) -> TypeError:
-    """The error of an option that `attention` does not have; it says what may be meant."""
-    hint = ""
-    if name in _ELSEWHERE:
-        hint = f"; here it is {_ELSEWHERE[name]}"
-    elif close := difflib.get_close_matches(name, AttentionOptions.__annotations__, n=1):
+def unknown_option(
+    name: str, function: str = "attention", names: Iterable[str] = AttentionOptions.__annotations__
+) -> TypeError:
+    """The error of an option that a function does not have; it says what may be meant."""
+    hint, names = "", list(names)
+    here = _ELSEWHERE.get(name, "")
+    if here and (function == "attention" or re.split(r"\W", here)[0] in names):
+        hint = f"; here it is {here}"
+    elif close := difflib.get_close_matches(name, names, n=1):
         hint = f"; did you mean {close[0]!r}?"
-    return TypeError(f"flash_ext: attention got an unexpected keyword argument {name!r}{hint}")
+    return TypeError(f"flash_ext: {function} got an unexpected keyword argument {name!r}{hint}")
 
 
 def attention_options(
@@ -364,8 +370,10 @@ def attention(
     if isinstance(q, Proxy):
         return recorded(attention, q, k, v, return_lse=return_lse, **options)
     mask, bias = options.pop("mask", None), options.get("bias")
-    # Packed sequences are attention_varlen's: given here, they are not among the options.
-    given = attention_options(q, cu_seqlens_q=None, cu_seqlens_k=None, **options)
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        if name in options:
+            raise unknown_option(name)
+    given = attention_options(q, **options)
     if mask is not None:
         given = with_mask(q, k, v, mask, given)
     elif bias is not None and bias.dtype == torch.bool:

@@ -190,6 +190,7 @@ class Mask:
                 refuse("seqlen", "given with cu_seqlens: how many tokens there are", None)
             require_ints("cu_seqlens", cu_seqlens, ("n + 1",), cu_seqlens)
             count = cu_seqlens.numel() - 1
+            parts.check_offsets(cu_seqlens, seqlen)
             if isinstance(prefix, Tensor) and prefix.shape != (count,):
                 refuse("prefix", f"an int or of shape ({count},)", tuple(prefix.shape))
             offsets = cu_seqlens, cu_seqlens
@@ -201,6 +202,8 @@ class Mask:
             refuse("ids", "integers of shape (S) or (B, S)", got)
         if isinstance(prefix, Tensor):
             refuse("prefix", "an int with ids", "a tensor")
+        if seqlen not in (None, ids.shape[-1]):
+            refuse("seqlen", f"None with ids, or {ids.shape[-1]}", seqlen)
         ids = ids if ids.dtype == torch.int32 else ids.long()
         ids = ids if ids.dim() == 2 else ids[None]
         sizes = ids.shape[1], ids.shape[1]
@@ -279,7 +282,7 @@ class Mask:
         if block not in (64, MASK_BLOCK):
             refuse("block", "128 or 64", block)
         rows, columns = -(-seqlen_q // block), -(-seqlen_k // block)
-        if index.dim() != 4 or index.shape[2] != rows or index.dtype.is_floating_point:
+        if index.dim() != 4 or index.shape[2] != rows or index.dtype not in parts.INTEGERS:
             wanted = f"integers of shape (B or 1, Hq, Hk or 1, ⌈Sq / block⌉ = {rows}, n)"
             refuse("index", wanted, f"{index.dtype} of shape {tuple(index.shape)}")
         if count.shape != index.shape[:3] or count.device != index.device:
@@ -305,13 +308,14 @@ class Mask:
                     [1, 1, 0, 1, 1]], dtype=torch.int32)
         """
         require_tensors(parents=parents)
-        if parents.dim() not in (1, 2) or parents.is_floating_point():
+        if parents.dim() not in (1, 2) or parents.dtype not in parts.INTEGERS:
             got = f"{parents.dtype} of shape {tuple(parents.shape)}"
             refuse("parents", "integers of shape (T) or (B, T)", got)
         if seqlen_k is None:
             if isinstance(n, Tensor):
                 refuse("seqlen_k", "given with a tensor n", None)
             seqlen_k = n + parents.shape[-1]
+        parts.check_tree(parents, n, seqlen_k)
         rows, device = parents.shape[-1], parents.device
         node = torch.arange(rows, device=device)
         seen = (node == node[:, None]) | (node == parents.unsqueeze(-1))  # (T, T) or (B, T, T)
@@ -588,13 +592,6 @@ def _of_blocks(shown: Tensor, seqlen_q: int, seqlen_k: int, block: int = MASK_BL
     return Mask(*tiles, seqlen_q, seqlen_k, 1, True)
 
 
-def _of_documents(
-    sizes: tuple[int, int],
-    window: tuple[int, int],
-    first_keys: int | Tensor,
-    device: torch.device | str | None,
-    offsets: tuple[Tensor, Tensor] | None = None,
-    **more: Any,
-) -> Mask:
-    tiles, per_query = parts.of_documents(sizes, window, first_keys, device, offsets, **more)
+def _of_documents(sizes: tuple[int, int], *arguments: Any, **more: Any) -> Mask:
+    tiles, per_query = parts.of_documents(sizes, *arguments, **more)
     return Mask(*tiles, *sizes, per_query)

@@ -9,7 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .cpu import checks
 from .cpu.tile_mask import FULL, PARTIAL, kinds_of_runs, pack_bits
+from .ops.call import can_be_read
+from .ops.checks import refuse
 from .ops.mask import blocks_of, mask_from_dense, mask_from_documents
 from .ops.options import MASK_BLOCK
 
@@ -24,6 +27,34 @@ _EVALUATED = 1 << 26
 """Pairs of a query and a key at which a mask_mod is evaluated at a time."""
 
 _HALF = MASK_BLOCK // 2
+
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+# --- Numbers that are at hand ---
+
+
+def check_offsets(cu_seqlens: Tensor, seqlen: int) -> None:
+    """Refuse documents that do not follow one another within the tokens."""
+    if can_be_read(cu_seqlens):
+        checks.check_offsets("cu_seqlens", cu_seqlens, seqlen)
+
+
+def check_tree(parents: Tensor, n: int | Tensor, seqlen_k: int) -> None:
+    """Refuse tokens that are not among the keys, and what is no tree."""
+    rows = parents.shape[-1]
+    if not isinstance(n, Tensor) and not 0 <= n <= seqlen_k - rows:
+        refuse("n", f"0 to {seqlen_k - rows}, so that {seqlen_k} keys have {rows} tokens", n)
+    if rows == 0 or not can_be_read(parents):
+        return
+    if not bool(((parents >= -1) & (parents < rows)).all()):
+        refuse("parents", f"-1 to {rows - 1}", parents.tolist())
+    up = F.pad(parents.long().reshape(-1, rows), (0, 1), value=-1)  # and the parent of none
+    above = up[:, :rows]
+    for _ in range(rows):
+        above = up.gather(1, above.masked_fill(above < 0, rows))
+    if bool((above >= 0).any()):
+        refuse("parents", "a tree", f"a cycle, in {parents.tolist()}")
 
 
 # --- Intervals ---
@@ -84,9 +115,13 @@ def of_documents(
     """The tensors of the mask, and how many intervals a query has. first_keys: a number, or one of
     each document; without offsets and ids, of each matrix."""
     if isinstance(first_keys, Tensor):
+        if first_keys.dtype not in INTEGERS:
+            refuse("the number of first keys", "integers", first_keys.dtype)
         number = first_keys.reshape(-1).clamp(0, sizes[1]).to(torch.int32)
         number = number if device is None else number.to(device)
     else:
+        if not hasattr(first_keys, "__index__"):
+            refuse("the number of first keys", "an int", first_keys)
         some = max(min(first_keys, sizes[1]), 0)
         number = torch.full((1,), some, dtype=torch.int32, device=device)
     cu_q, cu_k = (None, None) if offsets is None else (x.contiguous() for x in offsets)

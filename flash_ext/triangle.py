@@ -55,13 +55,18 @@ class _Widened(torch.autograd.Function):
         return grad[..., : ctx.dim], None
 
 
-def _with_hidden_keys(q: Tensor, k: Tensor, visible: Tensor) -> list[Tensor]:
+def _with_hidden_keys(q: Tensor, k: Tensor, visible: Tensor, scale: float) -> list[Tensor]:
     """q (N, Q, H, D) and k (N, K, H, D) with more columns: 1, and 0 or for hidden keys _HIDDEN.
 
     So a kernel with one bias for all rows hides other keys in each. A bias that hides them would be
-    N times as large.
+    N times as large. In float16 q has as much in place of 1 as scores of hidden keys need to be
+    about -2^26.
     """
-    ones = q.new_ones(1).expand(q.shape[:2])
+    factor = 1.0
+    if q.dtype in _HIDDEN:
+        columns = _COLUMNS - q.shape[-1] % _COLUMNS
+        factor = 2.0 ** min(max(math.floor(11 - math.log2(scale * columns)), 0), 15)
+    ones = q.new_full((1,), factor).expand(q.shape[:2])
     hidden = torch.where(visible, 0.0, _HIDDEN.get(k.dtype, -(2.0**60)))
     return [_Widened.apply(x, y) for x, y in ((q, ones), (k, hidden))]  # type: ignore[no-untyped-call]
 
@@ -74,6 +79,8 @@ def _largest_scores(q: Tensor, k: Tensor, bias: Tensor, scale: float) -> Tensor:
         torch.einsum("qhd,khd->hqk", q_row.to(dtype), k_row.to(dtype)).mul_(scale).add_(bias[0])
         for q_row, k_row in zip(q, k, strict=True)
     ]
+    if not rows or k.shape[1] == 0:
+        return q.new_full((q.shape[0], q.shape[2], q.shape[1]), -math.inf, dtype=dtype)
     return torch.stack([x.amax(-1) for x in rows])
 
 
@@ -90,6 +97,8 @@ def _visible(k: Tensor, mask: Tensor | None, kv_lengths: Tensor | None, dims: in
         if x.shape != shape or x.device != k.device:
             got = f"{tuple(x.shape)}, on {x.device}"
             refuse(name, f"of shape {shape}, on {k.device}", got)
+        if name == "kv_lengths" and (x.is_floating_point() or x.dtype == torch.bool):
+            refuse(name, "integers", x.dtype)
         x = x.reshape(batch, rows, size)
         sees = x.bool() if name == "mask" else torch.arange(keys, device=k.device) < x
         found = sees if found is None else found & sees
@@ -134,7 +143,7 @@ def triangle_attention(
         q: (B, N, H, Q, D), any strides with a contiguous last dimension. Where B is 1 all tensors
             may be without it.
         k, v: (B, N, H, K, D) and (B, N, H, K, Dv), of q's dtype.
-        bias: (B, 1, H, Q, K), float32 or q's dtype; others become float32.
+        bias: (B, 1, H, Q, K), float32 or q's dtype; others, bool too, become float32.
         mask: (B, N, 1, 1, K): True, or not 0, is a key that the queries of a row see. It needs
             copies of q and k, and D below 256.
         scale: the factor of the scores; None is 1 / sqrt(D). Above 0 with mask.
@@ -185,7 +194,7 @@ def triangle_attention(
     for b in range(q.shape[0]):
         q_b, k_b, v_b = (x[b].transpose(1, 2) for x in (q, k, v))
         if visible is not None:
-            q_b, k_b = _with_hidden_keys(q_b, k_b, visible[b])
+            q_b, k_b = _with_hidden_keys(q_b, k_b, visible[b], scale)
         options: dict[str, Any] = {"bias": bias[b], "scale": scale}
         if return_aux:
             out, lse = attention(q_b, k_b, v_b, return_lse=True, **options)
@@ -193,5 +202,9 @@ def triangle_attention(
             found.append((out.transpose(1, 2), lse, largest))
         else:
             found.append((attention(q_b, k_b, v_b, **options).transpose(1, 2),))
+    if not found:
+        of_rows = q.new_empty(q.shape[:-1], dtype=statistics_dtype(q.dtype))
+        out = q.new_empty(*q.shape[:-1], v.shape[-1])
+        return (out, of_rows, of_rows) if return_aux else out
     results = [x[0][None] if len(x) == 1 else torch.stack(x) for x in zip(*found, strict=True)]
     return (results[0], results[1], results[2]) if return_aux else results[0]

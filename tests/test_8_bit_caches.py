@@ -680,3 +680,19 @@ def test_a_graph_is_replayed_with_other_lengths_tables_and_descales() -> None:
         assert_bitwise_equal(out, wanted)
         for name in caches:
             assert_same(call[name], plain[name])
+
+
+def test_new_rows_beside_an_int8_q(device: str) -> None:
+    """As they are: k in int8 and v in float8, as the caches."""
+    q = torch.randint(-30, 30, (2, 3, 4, 64), dtype=torch.int8).to(device)
+    k = torch.randint(-30, 30, (2, 3, 2, 64), dtype=torch.int8).to(device)
+    v = torch.randn(2, 3, 2, 64).to(device).to(FP8)
+    k_cache = torch.randint(-30, 30, (2, 20, 2, 64), dtype=torch.int8).to(device)
+    v_cache = torch.randn(2, 20, 2, 64).to(device).to(FP8)
+    written = [torch.cat((x[:, :9], new), 1) for x, new in ((k_cache, k), (v_cache, v))]
+    options = {"causal": True, "scale": 1e-3, "out_dtype": torch.bfloat16}
+    out = flash_ext.attention_with_cache(q, k_cache, v_cache, k=k, v=v, cache_seqlens=9, **options)
+    for cache, want in zip((k_cache, v_cache), written, strict=True):
+        assert torch.equal(cache[:, :12].view(torch.uint8), want.view(torch.uint8))
+    want = flash_ext.attention(q, *written, **options)
+    torch.testing.assert_close(out, want, rtol=2e-2, atol=2e-2)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -642,6 +643,9 @@ BAD: dict[str, tuple[str, dict[str, Any]]] = {
     "descale": ("k_descale must be None", {"k_descale": torch.zeros(2, 2)}),
     "gradient of q": ("q must be a constant", {"q": torch.zeros(2, 2, 4, 16, requires_grad=True)}),
     "gradient of k": ("k must be a constant", {"k": torch.zeros(2, 2, 2, 16, requires_grad=True)}),
+    "gradient of sink": ("sink must be a constant", {"sink": torch.zeros(4, requires_grad=True)}),
+    "gradient of angles": ("rotary_cos must be a constant",
+                           {"rotary_cos": torch.zeros(12, 4, requires_grad=True)}),
     "variant": ("variant 'fa1' has no page table", {"variant": "fa1"}),
 }  # fmt: skip
 
@@ -657,11 +661,14 @@ def test_errors_write_nothing(message: str, change: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("function", ["attention_with_cache", "attention_with_shared_prefix"])
-@pytest.mark.parametrize(("name", "hint"), [("softmax_scale", "scale"), ("dropout_p", ""),
-                                            ("bias", "")])  # fmt: skip
+@pytest.mark.parametrize(("name", "hint"), [("softmax_scale", "; here it is scale"),
+                                            ("bias", ""), ("attn_mask", ""),
+                                            ("cache_seqlen", "; did you mean 'cache_seqlens'?"),
+                                            ])  # fmt: skip
 def test_an_unknown_option_is_named(function: str, name: str, hint: str) -> None:
     tensors = [torch.zeros(1, 1, 1, 8)] * (3 if function == "attention_with_cache" else 5)
-    with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'.*{hint}"):
+    match = re.escape(f"{function} got an unexpected keyword argument '{name}'{hint}") + "$"
+    with pytest.raises(TypeError, match=match):
         getattr(flash_ext, function)(*tensors, **{name: 1.0})
 
 

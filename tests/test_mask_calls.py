@@ -502,6 +502,16 @@ def test_flex_attention_without_a_mask_and_with_ours() -> None:
         flash_ext.flex_attention(q, k[:, :1], v[:, :1])
 
 
+def test_flex_attention_s_masks_are_of_query_heads() -> None:
+    """torch asks mask_mod about these, however many heads a BlockMask was made for."""
+    q, k, v = torch.randn(1, 4, 50, 16), *torch.randn(2, 1, 2, 50, 16)
+    found = create_block_mask(lambda b, h, i, j: i - j < h + 3, None, 2, 50, 50, device="cpu")
+    with pytest.raises(ValueError, match="block_mask must be of 1 or 4 heads"):
+        flash_ext.flex_attention(q, k, v, block_mask=found, enable_gqa=True)
+    mask = Mask.dense(torch.rand(2, 50, 50) < 0.5)  # of key heads
+    flash_ext.flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+
+
 # --- explain, and errors ---
 
 
@@ -569,11 +579,22 @@ def test_errors(device: str) -> None:
             ),
             r"prefix must be an int or of shape \(2,\)",
         ),
+        (
+            lambda: Mask.documents(cu_seqlens=torch.tensor([0, 6, 3]).int(), seqlen=6),
+            r"cu_seqlens\[2\] must be from 6",
+        ),
+        (lambda: Mask.documents(torch.zeros(5).int(), seqlen=4), "seqlen must be None with ids"),
+        (lambda: Mask.documents(torch.zeros(5).int(), prefix=1.5), "first keys must be an int"),
+        (lambda: Mask.prefix(torch.ones(4) > 0, 4), "first keys must be integers"),
         (lambda: Mask.sinks(3, 5, 9), "window must be a pair"),
         (lambda: Mask.blocks(*[torch.zeros(1, 1, 3, 3).int()] * 2, 300, 300), "count must be"),
         (lambda: Mask.blocks(*[torch.zeros(1, 1, 2, 3).int()] * 2, 300, 300), "index must be"),
         (lambda: Mask.blocks(*[torch.zeros(1).int()] * 2, 3, 3, block=32), "block must be 128 or"),
+        (lambda: Mask.blocks(torch.ones(1, 1, 1, 2) > 0, torch.ones(1, 1, 1).int(), 9, 9), "index"),
         (lambda: Mask.tree(torch.zeros(3), 4), "parents must be integers"),
+        (lambda: Mask.tree(torch.tensor([-1, 5])), "parents must be -1 to 1"),
+        (lambda: Mask.tree(torch.tensor([[-1, 0, 1], [2, -1, 0]])), "parents must be a tree"),
+        (lambda: Mask.tree(torch.tensor([-1, 0]), 5, seqlen_k=4), "n must be 0 to 2"),
         (lambda: Mask.tree(torch.zeros(3).int(), torch.ones(1).int()), "seqlen_k must be given"),
         (lambda: Mask.from_block_mask(3), "block_mask must be a BlockMask"),
         (lambda: Mask.prefix(1, 4) & Mask.prefix(1, 5), "the other mask must be like Mask"),

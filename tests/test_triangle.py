@@ -87,6 +87,30 @@ def test_against_the_formula(batch, dim, scale, hidden):
         torch.testing.assert_close(ours[name], x, rtol=1e-9, atol=1e-9, msg=name)
 
 
+@pytest.mark.parametrize(
+    ("dim", "scale", "size"), [(15, 1e-4, 1), (32, 1e-5, 1), (16, 0.25, 1e5), (24, 1e-3, 1)]
+)
+def test_float16_hides_keys_at_any_scale(dim, scale, size, device):
+    """Where v would show a hidden key: of scales that make little of -2^15, and large biases."""
+    q, k, v, bias = tensors(1, 4, 2, 9, 11, dim, torch.float16, device)
+    mask = some_keys(1, 4, 11, device)
+    visible = (mask | ~mask.any(-1, keepdim=True))[:, :, 0, 0, :, None].unsqueeze(2)
+    bias = (size * bias.float()).requires_grad_()
+    found = flash_ext.triangle_attention(q, k, v.where(visible, 3e4), bias, mask=mask, scale=scale)
+    expected = formula(*(x.double() for x in (q, k, v, bias)), mask, scale)[0]
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 4), (1, 0, 4), (1, 3, 0)], ids=("B", "N", "K"))
+def test_nothing(shape):
+    batch, rows, keys = shape
+    inputs = tensors(batch, rows, 2, 5, keys, 16, torch.float32, "cpu")
+    out, lse, largest = flash_ext.triangle_attention(*inputs, return_aux=True)
+    assert out.shape == (batch, rows, 2, 5, 16) and not out.any()
+    assert lse.shape == largest.shape == out.shape[:-1]
+    assert torch.equal(flash_ext.triangle_attention(*inputs), out)
+
+
 def test_auxiliary_results():
     inputs, mask = tensors(2, 4, 2, 9, 11, 16, torch.float32, "cpu"), some_keys(2, 4, 11, "cpu")
     for visible in (None, mask):
@@ -120,6 +144,7 @@ def test_types_of_bias():
         ({"bias": (1, 4, 2, 9, 11)}, "bias must be of shape"),
         ({"mask": (1, 4, 1, 9, 11)}, "mask must be of shape"),
         ({"kv_lengths": (1, 4)}, "kv_lengths must be of shape"),
+        ({"kv_lengths": (1, 4, 1, 1, 1)}, "kv_lengths must be integers"),
         ({"scale": -1.0, "mask": (1, 4, 1, 1, 11)}, "scale must be above 0 with mask"),
     ],
 )

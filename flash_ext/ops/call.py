@@ -32,6 +32,11 @@ def is_real(x: Tensor) -> bool:
     return not (x.is_meta or is_fake(x))
 
 
+def can_be_read(x: Tensor) -> bool:
+    """Whether numbers can be looked at without a wait for a device."""
+    return not x.is_cuda and not is_compiling() and is_real(x)
+
+
 def autocasts(x: Tensor) -> bool:
     """Whether autocast is on for x's device. (torch knows no autocast for meta.)"""
     return in_autocast() and not x.is_meta and torch.is_autocast_enabled(x.device.type)
