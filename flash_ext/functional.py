@@ -261,7 +261,7 @@ def attention(
         S_ij = c · tanh(τ q_i·k_j / c) − slope · |i + Sk − Sq − j| + bias_ij
 
     Differentiable in q, k, v, bias and sink, through out and through lse. All options can be
-    combined, unless inputs have 8 bits (below). Sources: Dao et al., "FlashAttention" (2022),
+    combined, but for batch_invariant in fa1, and unless inputs have 8 bits (below). Sources: Dao et al., "FlashAttention" (2022),
     Algorithms 2 and 4 (variant "fa1"); Dao, "FlashAttention-2" (2023), Algorithms 1 and 2 (variant
     "fa2"); Shah et al., "FlashAttention-3" (2024), Algorithms 1 to 3 (variant "fa3").
 
