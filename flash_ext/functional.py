@@ -261,9 +261,10 @@ def attention(
         S_ij = c · tanh(τ q_i·k_j / c) − slope · |i + Sk − Sq − j| + bias_ij
 
     Differentiable in q, k, v, bias and sink, through out and through lse. All options can be
-    combined, but for batch_invariant in fa1, and unless inputs have 8 bits (below). Sources: Dao et al., "FlashAttention" (2022),
-    Algorithms 2 and 4 (variant "fa1"); Dao, "FlashAttention-2" (2023), Algorithms 1 and 2 (variant
-    "fa2"); Shah et al., "FlashAttention-3" (2024), Algorithms 1 to 3 (variant "fa3").
+    combined, but for batch_invariant in fa1, and unless inputs have 8 bits (below). Sources: Dao et
+    al., "FlashAttention" (2022), Algorithms 2 and 4 (variant "fa1"); Dao, "FlashAttention-2"
+    (2023), Algorithms 1 and 2 (variant "fa2"); Shah et al., "FlashAttention-3" (2024), Algorithms 1
+    to 3 (variant "fa3").
 
     The variant "fa3" runs only on Hopper GPUs (compute capability 9.0), with FP8 on a CPU too. It
     does not take a bias with D or Dv above 128 (float32: 64), seqused_k, a softcap, ALiBi or

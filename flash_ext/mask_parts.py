@@ -41,7 +41,7 @@ def check_offsets(cu_seqlens: Tensor, seqlen: int) -> None:
 
 
 def check_tree(parents: Tensor, n: int | Tensor, seqlen_k: int) -> None:
-    """Refuse tokens that are not among the keys, and what is no tree."""
+    """Refuse tokens beyond the keys, and parents that make no tree."""
     rows = parents.shape[-1]
     if not isinstance(n, Tensor) and not 0 <= n <= seqlen_k - rows:
         refuse("n", f"0 to {seqlen_k - rows}, so that {seqlen_k} keys have {rows} tokens", n)
