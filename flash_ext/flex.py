@@ -32,20 +32,26 @@ def _mask_of(block_mask: Any) -> Mask:
 def flex_attention(
     query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Tensor] | None = None,
     block_mask: Any = None, scale: float | None = None, enable_gqa: bool = False,
-    return_lse: Literal[False] = False,
+    return_lse: Literal[False] = False, kernel_options: Any = None, *, return_aux: None = None,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def flex_attention(
     query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Tensor] | None = None,
     block_mask: Any = None, scale: float | None = None, enable_gqa: bool = False, *,
-    return_lse: Literal[True],
+    return_lse: Literal[True], kernel_options: Any = None, return_aux: None = None,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def flex_attention(
     query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Tensor] | None = None,
     block_mask: Any = None, scale: float | None = None, enable_gqa: bool = False,
-    return_lse: bool = False,
+    return_lse: bool = False, kernel_options: Any = None, *, return_aux: None = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Tensor] | None = None,
+    block_mask: Any = None, scale: float | None = None, enable_gqa: bool = False,
+    return_lse: bool = False, kernel_options: Any = None, *, return_aux: Any,
+) -> tuple[Tensor, Any]: ...  # fmt: skip
 def flex_attention(
     query: Tensor,
     key: Tensor,
@@ -55,7 +61,10 @@ def flex_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+    kernel_options: Any = None,
+    *,
+    return_aux: Any = None,
+) -> Tensor | tuple[Tensor, Any]:
     """`torch.nn.attention.flex_attention.flex_attention` for masks, without a compiler.
 
     Args:
@@ -67,9 +76,12 @@ def flex_attention(
         scale: of the scores; None is 1 / sqrt(D).
         enable_gqa: whether Hq may be a multiple of Hk.
         return_lse: return lse too.
+        kernel_options: of FlexAttention's kernels; without effect.
+        return_aux: an AuxRequest, of lse alone.
 
     Returns:
-        out (B, Hq, Sq, Dv), or with return_lse the pair (out, lse), with lse (B, Hq, Sq).
+        out (B, Hq, Sq, Dv), or with return_lse the pair (out, lse), with lse (B, Hq, Sq). With
+        return_aux out and an AuxOutput.
 
     Raises:
         ValueError, RuntimeError: an argument is wrong.
@@ -85,6 +97,8 @@ def flex_attention(
     if score_mod is not None:
         instead = "None: flash_ext.attention has softcap, alibi_slopes and bias instead"
         refuse("score_mod", instead, getattr(score_mod, "__name__", score_mod))
+    if return_aux is not None and (return_lse or return_aux.max_scores):
+        refuse("return_aux", "of lse alone, and None with return_lse", return_aux)
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.dim() != 4:
             refuse(name, "of shape (batch, heads, seqlen, head_dim)", tuple(x.shape))
@@ -99,4 +113,8 @@ def flex_attention(
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     out, lse = attention(q, k, v, mask=mask, scale=scale, return_lse=True)
     out = out.transpose(1, 2)
+    if return_aux is not None:
+        from torch.nn.attention.flex_attention import AuxOutput
+
+        return out, AuxOutput(lse=lse if return_aux.lse else None)
     return (out, lse) if return_lse else out

@@ -258,6 +258,9 @@ def _check(tensors: dict[str, Tensor], packed: bool, options: dict[str, Any]) ->
             refuse(name, "contiguous in its last dimension", f"strides {x.stride()}")
         if name == "k" and x.shape[-1] != q.shape[-1]:
             refuse(name, f"of q's head dim {q.shape[-1]}", x.shape[-1])
+        if name == "v" and x.shape[:-1] != tensors["k"].shape[:-1]:
+            rows = ", ".join(map(str, tensors["k"].shape[:-1]))
+            refuse(name, f"of shape ({rows}, Dv), like k", tuple(x.shape))
         if x.dtype not in (torch.float16, torch.bfloat16):
             refuse(name, "float16 or bfloat16 (8-bit inputs are for flash_ext.attention)", x.dtype)
         if x.dtype != q.dtype:

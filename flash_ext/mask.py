@@ -463,6 +463,8 @@ class Mask:
     def copy_(self, other: Mask) -> Mask:
         """Write the contents of another mask of the same sizes and kind into this one, for CUDA
         graphs that read it."""
+        if not isinstance(other, Mask):
+            refuse("the other mask", "a Mask", f"a value of type {type(other).__name__}")
         pairs = list(zip(_flatten(self)[0], _flatten(other)[0], strict=True))
         alike = _flatten(self)[1] == _flatten(other)[1]
         if not alike or any(a.shape != b.shape for a, b in pairs):

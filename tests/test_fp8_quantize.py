@@ -646,6 +646,7 @@ def test_what_fp8_cannot_do() -> None:
     refused(r"q must be of shape \(batch, seqlen, heads, D\)", q[0], k, v)
     refused("v must be contiguous in its last dimension", q, k, v.mT.contiguous().mT)
     refused("k must be of q's head dim", q, k[..., :8], v)
+    refused(r"v must be of shape \(.*, Dv\), like k", q, k, v[:, :1])
     with pytest.raises(TypeError, match="unexpected keyword argument 'causl'"):
         fp8.attention(q, k, v, causl=True)
     with pytest.raises(TypeError, match="multiple values for keyword argument 'cu_seqlens'"):

@@ -22,7 +22,7 @@ from attention_testing import (
 )
 from test_masks import EVERY_VARIANT, refused, results
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 import flash_ext
@@ -502,6 +502,20 @@ def test_flex_attention_without_a_mask_and_with_ours() -> None:
         flash_ext.flex_attention(q, k[:, :1], v[:, :1])
 
 
+def test_flex_attention_s_other_arguments() -> None:
+    q, k, v = torch.randn(3, 1, 2, 50, 16)
+    want, aux = flex_attention(q, k, v, return_aux=AuxRequest(lse=True))
+    out, found = flash_ext.flex_attention(
+        q, k, v, kernel_options={"BLOCK_M": 64}, return_aux=AuxRequest(lse=True)
+    )
+    torch.testing.assert_close((out, found.lse), (want, aux.lse))
+    assert flash_ext.flex_attention(q, k, v, return_aux=AuxRequest())[1].lse is None
+    for wrong in ({"return_aux": AuxRequest(max_scores=True)},
+                  {"return_aux": AuxRequest(), "return_lse": True}):  # fmt: skip
+        with pytest.raises(ValueError, match="return_aux must be of lse alone"):
+            flash_ext.flex_attention(q, k, v, **wrong)
+
+
 def test_flex_attention_s_masks_are_of_query_heads() -> None:
     """torch asks mask_mod about these, however many heads a BlockMask was made for."""
     q, k, v = torch.randn(1, 4, 50, 16), *torch.randn(2, 1, 2, 50, 16)
@@ -599,6 +613,7 @@ def test_errors(device: str) -> None:
         (lambda: Mask.from_block_mask(3), "block_mask must be a BlockMask"),
         (lambda: Mask.prefix(1, 4) & Mask.prefix(1, 5), "the other mask must be like Mask"),
         (lambda: Mask.prefix(1, 4) | 3, "the other mask must be a Mask"),
+        (lambda: Mask.prefix(1, 4).copy_(torch.ones(3)), "the other mask must be a Mask"),
         (
             lambda: Mask.prefix(1, 4).copy_(Mask.prefix(1, 400)),
             "the other mask must be of the same",
