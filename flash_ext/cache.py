@@ -505,6 +505,8 @@ def _prefix_keys(
         found = int(length) if can_be_read(length) else 0
     else:
         found = longest if prefix_seqlen is None else prefix_seqlen
+        if not hasattr(found, "__index__"):
+            refuse("prefix_seqlen", "an int or int32 (1)", found)
         length = torch.full((1,), found, dtype=torch.int32, device=q.device)
     if not 0 <= found <= longest:
         refuse("prefix_seqlen", f"0 to {longest}", found)

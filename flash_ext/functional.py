@@ -469,6 +469,8 @@ def attention_varlen(
     if isinstance(q, Proxy):
         packed = (k, v, cu_seqlens_q, cu_seqlens_k)
         return recorded(attention_varlen, q, *packed, return_lse=return_lse, **options)
+    if cu_seqlens_q is None or cu_seqlens_k is None:  # as if the call was dense
+        require_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     mask = options.pop("mask", None)
     given = attention_options(q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options)
     if mask is not None:

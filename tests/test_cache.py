@@ -589,6 +589,7 @@ def test_shared_prefix(form: str, paged: bool, device: str) -> None:
         ({"k_prefix": torch.zeros(7, 1, 16)}, "k_prefix must be of shape"),
         ({"v_prefix": torch.zeros(6, 2, 16)}, "v_prefix must be of shape"),
         ({"prefix_seqlen": 8}, "prefix_seqlen must be 0 to 7"),
+        ({"prefix_seqlen": 5.5}, "prefix_seqlen must be an int"),
         ({"prefix_seqlen": ints(8)}, "prefix_seqlen must be 0 to 7"),
         ({"prefix_page_table": ints(1, 2)}, "k_prefix must be of shape"),
         ({"scale": math.inf}, "scale must be"),
