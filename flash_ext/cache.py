@@ -174,7 +174,8 @@ class CacheCall(NamedTuple):
         packed = self.cu_seqlens_k_new is not None
         rows: tuple[int | str, ...] = ("total_new",) if packed else (self.batch, "seqlen_new")
         require_tensors(k=k, v=v)
-        quantized = self.k_cache.dtype in QK_8_BITS and k.dtype == q.dtype not in QK_8_BITS
+        of_8_bits = self.k_cache.dtype in QK_8_BITS and q.dtype not in QK_8_BITS
+        quantized = of_8_bits and k.dtype == q.dtype
         dtypes = (q.dtype, q.dtype) if quantized else (self.k_cache.dtype, self.v_cache.dtype)
         check_rows("k", k, (*rows, *self.k_cache.shape[2:]), q, dtypes[0])
         rows = k.shape[:-2]

@@ -193,8 +193,8 @@ class Mask:
             parts.check_offsets(cu_seqlens, seqlen)
             if isinstance(prefix, Tensor) and prefix.shape != (count,):
                 refuse("prefix", f"an int or of shape ({count},)", tuple(prefix.shape))
-            offsets = cu_seqlens, cu_seqlens
-            return _of_documents((seqlen, seqlen), sides, prefix, cu_seqlens.device, offsets)
+            offsets, sizes = (cu_seqlens, cu_seqlens), (seqlen, seqlen)
+            return _of_documents(sizes, sides, prefix, cu_seqlens.device, offsets, name="prefix")
         require_tensors(ids=ids)
         assert ids is not None
         if ids.dim() not in (1, 2) or ids.is_floating_point() or ids.dtype == torch.bool:
@@ -207,7 +207,7 @@ class Mask:
         ids = ids if ids.dtype == torch.int32 else ids.long()
         ids = ids if ids.dim() == 2 else ids[None]
         sizes = ids.shape[1], ids.shape[1]
-        return _of_documents(sizes, sides, prefix, ids.device, ids=ids)
+        return _of_documents(sizes, sides, prefix, ids.device, ids=ids, name="prefix")
 
     @staticmethod
     def prefix(

@@ -111,17 +111,18 @@ def of_documents(
     *,
     ids: Tensor | None = None,
     first_in_window: bool = False,
+    name: str = "n",
 ) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
     """The tensors of the mask, and how many intervals a query has. first_keys: a number, or one of
-    each document; without offsets and ids, of each matrix."""
+    each document; without offsets and ids, of each matrix. name: the caller's, of them."""
     if isinstance(first_keys, Tensor):
         if first_keys.dtype not in INTEGERS:
-            refuse("the number of first keys", "integers", first_keys.dtype)
+            refuse(name, "integers", first_keys.dtype)
         number = first_keys.reshape(-1).clamp(0, sizes[1]).to(torch.int32)
         number = number if device is None else number.to(device)
     else:
         if not hasattr(first_keys, "__index__"):
-            refuse("the number of first keys", "an int", first_keys)
+            refuse(name, "an int", first_keys)
         some = max(min(first_keys, sizes[1]), 0)
         number = torch.full((1,), some, dtype=torch.int32, device=device)
     cu_q, cu_k = (None, None) if offsets is None else (x.contiguous() for x in offsets)
