@@ -117,7 +117,7 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, options: Options) -> None:
         rows_q, rows_k, hint = "total_q", "total_k", "with cu_seqlens_q and cu_seqlens_k"
     else:
         rows_q, rows_k = "batch, seqlen_q", "batch, seqlen_k"
-        hint = "(packed sequences are for attention_varlen)"
+        hint = "(packed sequences come with cu_seqlens_q, to attention_varlen)"
     if pages:
         rows_k, hint = "pages, page_size", "with page_table"
     layouts = (
