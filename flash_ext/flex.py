@@ -97,8 +97,11 @@ def flex_attention(
     if score_mod is not None:
         instead = "None: flash_ext.attention has softcap, alibi_slopes and bias instead"
         refuse("score_mod", instead, getattr(score_mod, "__name__", score_mod))
-    if return_aux is not None and (return_lse or return_aux.max_scores):
-        refuse("return_aux", "of lse alone, and None with return_lse", return_aux)
+    if return_aux is not None:
+        from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
+
+        if not isinstance(return_aux, AuxRequest) or return_aux.max_scores or return_lse:
+            refuse("return_aux", "an AuxRequest of lse alone, without return_lse", return_aux)
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.dim() != 4:
             refuse(name, "of shape (batch, heads, seqlen, head_dim)", tuple(x.shape))
@@ -108,13 +111,11 @@ def flex_attention(
     mask = block_mask
     if mask is not None and not isinstance(mask, Mask):
         mask = _mask_of(mask)
-        if mask.shape[1] not in (1, query.shape[1]):  # of heads of K, as a Mask may be
+        if mask.shape[1] not in (1, query.shape[1]):  # only a Mask may have key's heads
             refuse("block_mask", f"of 1 or {query.shape[1]} heads, as query", mask.shape[1])
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     out, lse = attention(q, k, v, mask=mask, scale=scale, return_lse=True)
     out = out.transpose(1, 2)
     if return_aux is not None:
-        from torch.nn.attention.flex_attention import AuxOutput
-
         return out, AuxOutput(lse=lse if return_aux.lse else None)
     return (out, lse) if return_lse else out

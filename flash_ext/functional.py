@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import re
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypedDict, TypeVar, overload
 
@@ -84,7 +83,7 @@ def unknown_option(
     """The error of an option that a function does not have; it says what may be meant."""
     hint, names = "", list(names)
     here = _ELSEWHERE.get(name, "")
-    if here and (function == "attention" or re.split(r"\W", here)[0] in names):
+    if here and (function == "attention" or here.split()[0].rstrip(":,") in names):
         hint = f"; here it is {here}"
     elif close := difflib.get_close_matches(name, names, n=1):
         hint = f"; did you mean {close[0]!r}?"
@@ -371,9 +370,8 @@ def attention(
     if isinstance(q, Proxy):
         return recorded(attention, q, k, v, return_lse=return_lse, **options)
     mask, bias = options.pop("mask", None), options.get("bias")
-    for name in ("cu_seqlens_q", "cu_seqlens_k"):
-        if name in options:
-            raise unknown_option(name)
+    if "cu_seqlens_q" in options or "cu_seqlens_k" in options:
+        raise unknown_option(next(x for x in options if x.startswith("cu_seqlens")))
     given = attention_options(q, **options)
     if mask is not None:
         given = with_mask(q, k, v, mask, given)

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from . import mask_parts as parts
 from .cpu.tile_mask import FULL, PARTIAL, by_query_heads, dense_mask, kinds_of_runs
 from .mask_parts import Intervals
-from .ops.checks import Pair, refuse, require_ints, require_pair, require_tensors
+from .ops.checks import INTEGERS, Pair, refuse, require_ints, require_pair, require_tensors
 from .ops.mask import (
     blocks_of,
     mask_from_blocks,
@@ -138,7 +138,7 @@ class Mask:
         require_tensors(begin=begin, end=end)
         for name, x in (("begin", begin), ("end", end)):
             fits = 1 <= x.dim() <= 4 and (x.dim() % 2 == 1 or x.shape[-1] in (1, 2))
-            if not fits or x.is_floating_point() or x.dtype == torch.bool:
+            if not fits or x.dtype not in INTEGERS:
                 wanted = "integers of shape (Sq), (Sq, 1 or 2), (B, Hq, Sq) or (B, Hq, Sq, 1 or 2)"
                 refuse(name, wanted, f"{x.dtype} of shape {tuple(x.shape)}")
         if begin.shape != end.shape or begin.device != end.device:
@@ -197,7 +197,7 @@ class Mask:
             return _of_documents(sizes, sides, prefix, cu_seqlens.device, offsets, name="prefix")
         require_tensors(ids=ids)
         assert ids is not None
-        if ids.dim() not in (1, 2) or ids.is_floating_point() or ids.dtype == torch.bool:
+        if ids.dim() not in (1, 2) or ids.dtype not in INTEGERS:
             got = f"{ids.dtype} of shape {tuple(ids.shape)}"
             refuse("ids", "integers of shape (S) or (B, S)", got)
         if isinstance(prefix, Tensor):
@@ -282,7 +282,7 @@ class Mask:
         if block not in (64, MASK_BLOCK):
             refuse("block", "128 or 64", block)
         rows, columns = -(-seqlen_q // block), -(-seqlen_k // block)
-        if index.dim() != 4 or index.shape[2] != rows or index.dtype not in parts.INTEGERS:
+        if index.dim() != 4 or index.shape[2] != rows or index.dtype not in INTEGERS:
             wanted = f"integers of shape (B or 1, Hq, Hk or 1, ⌈Sq / block⌉ = {rows}, n)"
             refuse("index", wanted, f"{index.dtype} of shape {tuple(index.shape)}")
         if count.shape != index.shape[:3] or count.device != index.device:
@@ -308,7 +308,7 @@ class Mask:
                     [1, 1, 0, 1, 1]], dtype=torch.int32)
         """
         require_tensors(parents=parents)
-        if parents.dim() not in (1, 2) or parents.dtype not in parts.INTEGERS:
+        if parents.dim() not in (1, 2) or parents.dtype not in INTEGERS:
             got = f"{parents.dtype} of shape {tuple(parents.shape)}"
             refuse("parents", "integers of shape (T) or (B, T)", got)
         if seqlen_k is None:
@@ -463,10 +463,8 @@ class Mask:
     def copy_(self, other: Mask) -> Mask:
         """Write the contents of another mask of the same sizes and kind into this one, for CUDA
         graphs that read it."""
-        if not isinstance(other, Mask):
-            refuse("the other mask", "a Mask", f"a value of type {type(other).__name__}")
-        pairs = list(zip(_flatten(self)[0], _flatten(other)[0], strict=True))
-        alike = _flatten(self)[1] == _flatten(other)[1]
+        alike = isinstance(other, Mask) and _flatten(self)[1] == _flatten(other)[1]
+        pairs = list(zip(_flatten(self)[0], _flatten(other)[0], strict=True)) if alike else []
         if not alike or any(a.shape != b.shape for a, b in pairs):
             refuse("the other mask", f"of the same kind and shape as {self}", other)
         for mine, given in pairs:

@@ -12,7 +12,7 @@ from torch import Tensor
 from .cpu import checks
 from .cpu.tile_mask import FULL, PARTIAL, kinds_of_runs, pack_bits
 from .ops.call import can_be_read
-from .ops.checks import refuse
+from .ops.checks import INTEGERS, refuse
 from .ops.mask import blocks_of, mask_from_dense, mask_from_documents
 from .ops.options import MASK_BLOCK
 
@@ -27,8 +27,6 @@ _EVALUATED = 1 << 26
 """Pairs of a query and a key at which a mask_mod is evaluated at a time."""
 
 _HALF = MASK_BLOCK // 2
-
-INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 # --- Numbers that are at hand ---
@@ -49,11 +47,12 @@ def check_tree(parents: Tensor, n: int | Tensor, seqlen_k: int) -> None:
         return
     if not bool(((parents >= -1) & (parents < rows)).all()):
         refuse("parents", f"-1 to {rows - 1}", parents.tolist())
-    up = F.pad(parents.long().reshape(-1, rows), (0, 1), value=-1)  # and the parent of none
-    above = up[:, :rows]
-    for _ in range(rows):
-        above = up.gather(1, above.masked_fill(above < 0, rows))
-    if bool((above >= 0).any()):
+    # No token is token `rows`. Ancestors twice as far each time: all end there.
+    ancestor = parents.long().masked_fill(parents < 0, rows).reshape(-1, rows)
+    ancestor = F.pad(ancestor, (0, 1), value=rows)
+    for _ in range(rows.bit_length()):
+        ancestor = ancestor.gather(1, ancestor)
+    if bool((ancestor < rows).any()):
         refuse("parents", "a tree", f"a cycle, in {parents.tolist()}")
 
 
@@ -114,7 +113,7 @@ def of_documents(
     name: str = "n",
 ) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
     """The tensors of the mask, and how many intervals a query has. first_keys: a number, or one of
-    each document; without offsets and ids, of each matrix. name: the caller's, of them."""
+    each document; without offsets and ids, of each matrix. name: the caller's argument."""
     if isinstance(first_keys, Tensor):
         if first_keys.dtype not in INTEGERS:
             refuse(name, "integers", first_keys.dtype)

@@ -14,7 +14,14 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from .functional import attention
-from .ops.checks import check_rows, refuse, require_number, require_tensors, statistics_dtype
+from .ops.checks import (
+    INTEGERS,
+    check_rows,
+    refuse,
+    require_number,
+    require_tensors,
+    statistics_dtype,
+)
 from .ops.options import KERNEL_DIMS
 
 _HIDDEN = {torch.float16: -(2.0**15)}
@@ -59,13 +66,14 @@ def _with_hidden_keys(q: Tensor, k: Tensor, visible: Tensor, scale: float) -> li
     """q (N, Q, H, D) and k (N, K, H, D) with more columns: 1, and 0 or for hidden keys _HIDDEN.
 
     So a kernel with one bias for all rows hides other keys in each. A bias that hides them would be
-    N times as large. In float16 q has as much in place of 1 as scores of hidden keys need to be
-    about -2^26.
+    N times as large. float16 holds no number that is large enough at every scale: there q has a
+    power of two in place of 1, so that hidden keys score about -2^26, and at small scales less.
     """
     factor = 1.0
     if q.dtype in _HIDDEN:
         columns = _COLUMNS - q.shape[-1] % _COLUMNS
-        factor = 2.0 ** min(max(math.floor(11 - math.log2(scale * columns)), 0), 15)
+        power = 26 - 15 - math.log2(scale * columns)
+        factor = 2.0 ** min(max(math.floor(power), 0), 15)
     ones = q.new_full((1,), factor).expand(q.shape[:2])
     hidden = torch.where(visible, 0.0, _HIDDEN.get(k.dtype, -(2.0**60)))
     return [_Widened.apply(x, y) for x, y in ((q, ones), (k, hidden))]  # type: ignore[no-untyped-call]
@@ -75,12 +83,12 @@ def _with_hidden_keys(q: Tensor, k: Tensor, visible: Tensor, scale: float) -> li
 def _largest_scores(q: Tensor, k: Tensor, bias: Tensor, scale: float) -> Tensor:
     """(N, H, Q) of q (N, Q, H, D), k (N, K, H, D) and bias (1, H, Q, K), a row of N at a time."""
     dtype = statistics_dtype(q.dtype)
+    if 0 in (q.shape[0], k.shape[1]):
+        return q.new_full((q.shape[0], q.shape[2], q.shape[1]), -math.inf, dtype=dtype)
     rows = [
         torch.einsum("qhd,khd->hqk", q_row.to(dtype), k_row.to(dtype)).mul_(scale).add_(bias[0])
         for q_row, k_row in zip(q, k, strict=True)
     ]
-    if not rows or k.shape[1] == 0:
-        return q.new_full((q.shape[0], q.shape[2], q.shape[1]), -math.inf, dtype=dtype)
     return torch.stack([x.amax(-1) for x in rows])
 
 
@@ -97,7 +105,7 @@ def _visible(k: Tensor, mask: Tensor | None, kv_lengths: Tensor | None, dims: in
         if x.shape != shape or x.device != k.device:
             got = f"{tuple(x.shape)}, on {x.device}"
             refuse(name, f"of shape {shape}, on {k.device}", got)
-        if name == "kv_lengths" and (x.is_floating_point() or x.dtype == torch.bool):
+        if name == "kv_lengths" and x.dtype not in INTEGERS:
             refuse(name, "integers", x.dtype)
         x = x.reshape(batch, rows, size)
         sees = x.bool() if name == "mask" else torch.arange(keys, device=k.device) < x
@@ -202,9 +210,11 @@ def triangle_attention(
             found.append((out.transpose(1, 2), lse, largest))
         else:
             found.append((attention(q_b, k_b, v_b, **options).transpose(1, 2),))
-    if not found:
-        of_rows = q.new_empty(q.shape[:-1], dtype=statistics_dtype(q.dtype))
-        out = q.new_empty(*q.shape[:-1], v.shape[-1])
-        return (out, of_rows, of_rows) if return_aux else out
+    if not found:  # no batch element: rows of one call, for shapes and gradients
+        every = (x.flatten(0, 1).transpose(1, 2) for x in (q, k, v))
+        out, lse = attention(*every, return_lse=True)
+        out = out.transpose(1, 2).reshape(*q.shape[:-1], v.shape[-1])
+        lse = lse.reshape(q.shape[:-1])
+        return (out, lse, lse.detach()) if return_aux else out
     results = [x[0][None] if len(x) == 1 else torch.stack(x) for x in zip(*found, strict=True)]
     return (results[0], results[1], results[2]) if return_aux else results[0]

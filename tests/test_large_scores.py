@@ -191,7 +191,7 @@ def test_heads_of_a_group(queries: int, causal: bool, device: str) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_masks_of_blocks(variant: str, device: str) -> None:
-    """Some rows are large, and all: of full blocks, too, which have no words."""
+    """Some rows are large, or all, in partial blocks and in full ones, which have no words."""
     if device == "cpu" and variant not in flash_ext.CPU_VARIANTS:
         pytest.skip("not on the CPU")
     q, k, v, dout = tensors(device, torch.bfloat16, 1.0, 390, False, 390, 2)

@@ -511,8 +511,9 @@ def test_flex_attention_s_other_arguments() -> None:
     torch.testing.assert_close((out, found.lse), (want, aux.lse))
     assert flash_ext.flex_attention(q, k, v, return_aux=AuxRequest())[1].lse is None
     for wrong in ({"return_aux": AuxRequest(max_scores=True)},
-                  {"return_aux": AuxRequest(), "return_lse": True}):  # fmt: skip
-        with pytest.raises(ValueError, match="return_aux must be of lse alone"):
+                  {"return_aux": AuxRequest(), "return_lse": True},
+                  {"return_aux": True}):  # fmt: skip
+        with pytest.raises(ValueError, match="return_aux must be an AuxRequest of lse alone"):
             flash_ext.flex_attention(q, k, v, **wrong)
 
 
@@ -613,7 +614,7 @@ def test_errors(device: str) -> None:
         (lambda: Mask.from_block_mask(3), "block_mask must be a BlockMask"),
         (lambda: Mask.prefix(1, 4) & Mask.prefix(1, 5), "the other mask must be like Mask"),
         (lambda: Mask.prefix(1, 4) | 3, "the other mask must be a Mask"),
-        (lambda: Mask.prefix(1, 4).copy_(torch.ones(3)), "the other mask must be a Mask"),
+        (lambda: Mask.prefix(1, 4).copy_(torch.ones(3)), "the other mask must be of the same"),
         (
             lambda: Mask.prefix(1, 4).copy_(Mask.prefix(1, 400)),
             "the other mask must be of the same",

@@ -105,10 +105,12 @@ def test_float16_hides_keys_at_any_scale(dim, scale, size, device):
 def test_nothing(shape):
     batch, rows, keys = shape
     inputs = tensors(batch, rows, 2, 5, keys, 16, torch.float32, "cpu")
+    inputs = [x.requires_grad_() for x in inputs]
     out, lse, largest = flash_ext.triangle_attention(*inputs, return_aux=True)
     assert out.shape == (batch, rows, 2, 5, 16) and not out.any()
     assert lse.shape == largest.shape == out.shape[:-1]
     assert torch.equal(flash_ext.triangle_attention(*inputs), out)
+    out.sum().backward()
 
 
 def test_auxiliary_results():

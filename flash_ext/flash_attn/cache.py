@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..cache import CacheCall
+from ..cache_call import CacheCall
 from ..ops.checks import refuse, require_tensors
 from ..ops.options import QK_8_BITS
 from .shared import rows_contiguous

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cache import CacheCall, run_with_cache
+from ..cache import run_with_cache
+from ..cache_call import CacheCall
 from ..ops.checks import Pair, refuse, require_ints, require_tensors
 from .cache import checked_call, with_splits
 from .low_level import _flash_attn_backward as _flash_attn_backward

@@ -40,6 +40,9 @@ def head_dim_v(v: Tensor, options: Mapping[str, Any]) -> int:
     return v.shape[-2 if options.get("v_transposed") else -1]
 
 
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
 def refuse(argument: str, wanted: str, got: object) -> NoReturn:
     """Raise the ValueError that names the argument, what was expected and what was given."""
     if isinstance(got, torch.dtype):

@@ -264,8 +264,8 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
     FLASH_DEVICE static bool is_partial(const State& s) {
         return s.at.i < s.full.begin || s.at.i >= s.full.end;
     }
-    // What a mask of tiles shows of a partial tile: found beside S, dV and dK. Of a full one, which
-    // counts as partial where large_lse is raised, it is not used.
+    // What a mask of tiles shows of a partial tile: found beside S, dV and dK. If large_lse is
+    // raised, full tiles count as partial, too; they do not use it.
     FLASH_DEVICE VisibleElements<Scores> visible(const State& s, const KeyTile& tile) const {
         if constexpr (Base::kMask)
             if (is_partial(s)) [[unlikely]]
