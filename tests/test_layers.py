@@ -148,7 +148,7 @@ def test_names_on_pages_for_readers_exist(page: str) -> None:
 
 PYTHON_LAYERS = (
     ("ops", "dropout", "timing"),
-    ("cpu", "functional", "cache", "mask", "mask_parts", "masked"),
+    ("cpu", "functional", "cache", "cache_call", "mask", "mask_parts", "masked"),
     (
         "reference",
         "explanation",
