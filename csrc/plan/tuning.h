@@ -252,8 +252,7 @@ inline constexpr Fa3ForwardRow kFa3Forward[] = {
      .usual = {.consumers = 4, .block_kv = 64, .k_stages = 3, .v_stages = 3},
      .small_q = {.block_kv = 128, .k_stages = 4, .v_stages = 4, .ping_pong = true},
      .long_keys = {.consumers = 3, .block_kv = 96, .k_stages = 4, .v_stages = 4},
-     .with_bias = {.consumers = 4, .block_kv = 64, .k_stages = 3, .v_stages = 3, .bias_stages = 2},
-     .small_q_with_bias =
+     .with_bias =
          {.block_kv = 128, .k_stages = 3, .v_stages = 3, .ping_pong = true, .bias_stages = 2},
      .small_q_costs = {.alike = {112}, .differ = {109, 80}},
      .long_keys_costs = {.alike = {98}, .differ = {99, 155}}},

@@ -34,6 +34,13 @@ struct LinearScale {
         *this = {};
         return {};
     }
+    // See OptimisticSoftmax::exponents().
+    FLASH_DEVICE auto exponents(const float (&subtracted)[2]) const {
+        const float from[2] = {first[0] - subtracted[0], first[1] - subtracted[1]};
+        return [=, *this](float x, int i, int column) {
+            return fmaf(x, scale, fmaf(slope, static_cast<float>(column), from[i]));
+        };
+    }
 };
 
 // The scale of scores that a softcap has not changed yet, but will change little: of a score x it
@@ -53,6 +60,14 @@ struct TanhSeries {
         offset = factor[1] = factor[2] = 0.f;
         factor[0] = cap;
         return cap;
+    }
+    FLASH_DEVICE auto exponents(const float (&subtracted)[2]) const {
+        return [=, *this, &subtracted](float x, int i, int) {
+            const float t = fmaf(x, x, offset);
+            bits |= __float_as_uint(t);
+            const float scale = fmaf(t, fmaf(t, factor[2], factor[1]), factor[0]);
+            return fmaf(x, scale, -subtracted[i]);
+        };
     }
 };
 

@@ -42,7 +42,7 @@ struct OptimisticSoftmax : OnlineSoftmax<16> {
     using Probabilities = RegisterOperand<kCols>;
 
     // From scores to P. Adds to l, and returns the factor of O. `fresh`: m is not known yet, or not
-    // to be tried. With a LinearScale or a TanhSeries complete() then makes the scores complete.
+    // to be tried. If the scale is of incomplete scores, complete() then makes them complete.
     template <class Scale, class Complete = Nothing>
     FLASH_DEVICE Rescaling step(RegisterTile<16, kCols>& s, RegisterOperand<kCols>& p, Scale scale,
                                 bool fresh, Complete complete = {}) {
@@ -71,6 +71,29 @@ struct OptimisticSoftmax : OnlineSoftmax<16> {
             if constexpr (kSeries<Scale>) scale.far |= __any_sync(0xffffffff, scale.is_far());
 #pragma unroll
             for (int i = 0; i < 2; ++i) raises[i] = !kRowsAlone || any_of_row(exceeds(sum[i]));
+        }
+        row_sum[0][0] += sum[0];
+        row_sum[0][1] += sum[1];
+        return rescaling;
+    }
+
+    // The same, never fresh, with a scale that is of incomplete scores only. The loop above would
+    // take registers.
+    template <class Scale, class Complete>
+    FLASH_DEVICE Rescaling step_incomplete(RegisterTile<16, kCols>& s, RegisterOperand<kCols>& p,
+                                           const Scale& scale, Complete complete) {
+        Rescaling rescaling;
+        float sum[2];
+        exponentiate(s, p, sum, scale);
+        if (__any_sync(0xffffffff, exceeds(sum[0]) || exceeds(sum[1]))) [[unlikely]] {
+            bool raises[2];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) raises[i] = !kRowsAlone || any_of_row(exceeds(sum[i]));
+            complete();
+            rescaling = advance(s, raises, Unscaled{});
+            exponentiate(s, p, sum, Unscaled{});
+#pragma unroll
+            for (int i = 0; i < 2; ++i) subtracted[i] = stale_subtrahend(row_max[0][i]);
         }
         row_sum[0][0] += sum[0];
         row_sum[0][1] += sum[1];
@@ -106,33 +129,21 @@ struct OptimisticSoftmax : OnlineSoftmax<16> {
         return rescaling;
     }
 
-    // The exponent of P from an element in row 8 i and a column of this lane: one FMA, two, or
-    // four.
+    // The exponent of P from an element in row 8 i and a column of this lane: one FMA, or some
+    // more.
     template <class Scale>
     FLASH_DEVICE auto exponents(const Scale& scale) const {
-        if constexpr (std::is_same_v<Scale, LinearScale>) {
-            const float first[2] = {scale.first[0] - subtracted[0], scale.first[1] - subtracted[1]};
-            return [=](float x, int i, int column) {
-                return fmaf(x, scale.scale,
-                            fmaf(scale.slope, static_cast<float>(column), first[i]));
-            };
-        } else if constexpr (!kSeries<Scale>) {
+        if constexpr (std::is_convertible_v<Scale, float>) {
             return [=, this](float x, int i, int) { return x * scale - subtracted[i]; };
         } else {
-            return [=, this](float x, int i, int) {
-                const float t = fmaf(x, x, scale.offset);
-                scale.bits |= __float_as_uint(t);
-                const float factor =
-                    fmaf(t, fmaf(t, scale.factor[2], scale.factor[1]), scale.factor[0]);
-                return fmaf(x, factor, -subtracted[i]);
-            };
+            return scale.exponents(subtracted);
         }
     }
 
     template <class Scale>
     FLASH_DEVICE void exponentiate(const RegisterTile<16, kCols>& s, RegisterOperand<kCols>& p,
                                    float (&sum)[2], Scale scale) const {
-        const auto exponent = exponents(scale);
+        auto exponent = exponents(scale);
         float sums[2][2];  // four chains of additions
 #pragma unroll
         for (int i = 0; i < 2; ++i) sums[i][0] = sums[i][1] = 0.f;

@@ -90,6 +90,8 @@ struct WarpScores {
     template <class Scores, class Statistic>
     FLASH_DEVICE void probabilities(Scores& s, const Statistic* lse, bool masked,
                                     bool large_lse) const {
+        if constexpr (only_alibi(kOptions))
+            if (!masked && linear_probabilities(s, lse)) return;
         if constexpr (changes_scores(kOptions) && !contains(kOptions, OptionSet::kBias)) {
             // In pieces of 32 columns, since softcap takes registers.
             using Piece = RegisterTile<16, 32>;
@@ -124,6 +126,32 @@ struct WarpScores {
         } else {
             exponentiate<kRows>(s, lse, exponent_scale<kOptions>(params));
         }
+    }
+
+    // The same with ALiBi, without a mask, if all keys are on one side of the diagonal: there its
+    // distances are linear. False: they are not.
+    template <class Scores>
+    FLASH_DEVICE bool linear_probabilities(Scores& s, const float* lse) const {
+        constexpr bool kKeys = kRows == Rows::kKeys;
+        constexpr int kQueries = kKeys ? Scores::kCols : 16, kNumKeys = kKeys ? 16 : Scores::kCols;
+        const int first_query = kKeys ? first_col : first_row;
+        const int first_key = kKeys ? first_row : first_col;
+        const int first = first_query + sequence.seqlen_k - sequence.seqlen_q - first_key;
+        const bool before = first >= kNumKeys - 1, after = first <= 1 - kQueries;
+        if (!before && !after) [[unlikely]]
+            return false;
+        const float slope = (before ? 1.f : -1.f) * Function{params, sequence, head}.alibi_slope();
+        const auto distance =
+            static_cast<float>(first + (kKeys ? lane_col() - lane_row() : lane_row() - lane_col()));
+        for_each_with_query<kRows, Scores>(lse, [&](int m, int n, int i, float lse_of_query) {
+            const int row = 16 * m + i / 2 * 8, col = 8 * n + i % 2;
+            const float query = kKeys ? col : row, key = kKeys ? row : col;
+            const float offset = fmaf(-slope, distance + query, -lse_of_query);
+            float& x = s.v[m][n][i];
+            x = ptx::ex2(
+                fmaf(x, params.scale_log2, key == 0.f ? offset : fmaf(slope, key, offset)));
+        });
+        return true;
     }
 
     // From the gradient of the scores after softcap to the gradient of the scores before it.

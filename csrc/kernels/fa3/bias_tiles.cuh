@@ -1,5 +1,6 @@
 // The bias of FA3's kernels: tiles with a row for each query, which TMA brings to shared memory
-// ahead of the scores to which they are added.
+// ahead of the scores to which they are added. In the forward most tiles of 16 bits are added by
+// the exponents of P (BiasScale): an operation less, and no rounding between.
 //
 // A bias whose rows TMA can address is loaded as it is. Others are first copied by tile_bias(): one
 // of bool as 0 and -inf in 16 bits, one row or column for all as a tile's worth of equal ones. A
@@ -105,31 +106,56 @@ FLASH_DEVICE float with_bias(float score, float scale, float bias) {
     return __fmaf_rz(kLog2e, bias, score * scale);
 }
 
-// Adds a tile of 16-bit numbers. The warp's rows begin at its row `first_row` if rows are queries,
-// otherwise at its column first_row.
-template <Rows kRows, class Tile, class Scores>
-FLASH_DEVICE void add_bias_16(Scores& s, uint32_t tile, int first_row, float scale) {
-    constexpr bool kByQuery = kRows == Rows::kQueries;
-    const int lane = ptx::lane_not_hoisted();  // over the loop it would take a register
-    const uint32_t address =
-        tile + (kByQuery ? Tile::offset(first_row + lane % 16, lane / 16)
-                         : Tile::offset(lane / 16 * 8 + lane % 8, first_row / 8 + lane / 8 % 2));
-#pragma unroll
-    for (int k = 0; k < Scores::kCols / 16; ++k) {
-        uint32_t pairs[4];
-        if constexpr (kByQuery) {
-            ptx::ldmatrix_x4<false>(pairs, Tile::block_address(address, k));
+// What a lane has of a tile of 16-bit numbers, 16 columns of scores at a time: load() brings it,
+// and at() is that of row 8 i and this lane's column. The warp's rows begin at the tile's row
+// `first_row` if rows are queries, otherwise at its column first_row.
+template <Rows kRows, class Tile>
+struct BiasFragment {
+    uint32_t address;
+    uint32_t pairs[4];
+
+    FLASH_DEVICE BiasFragment(uint32_t tile, int first_row) {
+        const int lane = ptx::lane_not_hoisted();  // over the loop it would take a register
+        address = tile + (kRows == Rows::kQueries ? Tile::offset(first_row + lane % 16, lane / 16)
+                                                  : Tile::offset(lane / 16 * 8 + lane % 8,
+                                                                 first_row / 8 + lane / 8 % 2));
+    }
+    FLASH_DEVICE void load(int column) {
+        if constexpr (kRows == Rows::kQueries) {
+            ptx::ldmatrix_x4<false>(pairs, Tile::block_address(address, column / 16));
         } else {
-            ptx::ldmatrix_x4<true>(pairs, address + k * 16 * Tile::kPitch);
+            ptx::ldmatrix_x4<true>(pairs, address + column / 16 * 16 * Tile::kPitch);
         }
+    }
+    FLASH_DEVICE float at(int i, int column) const {
+        const float2 b = ptx::unpack<typename Tile::Element>(pairs[column % 16 / 8 * 2 + i]);
+        return column % 2 == 0 ? b.x : b.y;
+    }
+};
+
+// The scale of scores without their bias, which the exponents of P add with the maximum.
+template <class Fragment>
+struct BiasScale {
+    float scale;
+    Fragment bias;
+
+    FLASH_DEVICE auto exponents(const float (&subtracted)[2]) const {
+        return [=, *this, &subtracted](float x, int i, int column) mutable {
+            if (i == 0 && column % 16 == 0) bias.load(column);
+            return fmaf(x, scale, fmaf(bias.at(i, column), kLog2e, -subtracted[i]));
+        };
+    }
+};
+
+// Adds a tile of 16-bit numbers.
+template <class Scores, class Fragment>
+FLASH_DEVICE void add_bias_16(Scores& s, Fragment bias, float scale) {
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            const float2 b = ptx::unpack<typename Tile::Element>(pairs[j]);
-            float (&x)[4] = s.v[0][2 * k + j / 2];
-            const int i = j % 2 * 2;
-            x[i] = with_bias(x[i], scale, b.x);
-            x[i + 1] = with_bias(x[i + 1], scale, b.y);
-        }
+    for (int n = 0; n < Scores::kN; ++n) {
+        if (n % 2 == 0) bias.load(8 * n);
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            s.v[0][n][i] = with_bias(s.v[0][n][i], scale, bias.at(i / 2, 8 * n + i % 2));
     }
 }
 
@@ -184,22 +210,29 @@ FLASH_DEVICE void skip_bias(const Pipeline& pipeline, uint32_t& position, bool i
     position = 2 * state.stage + state.phase;
 }
 
-// Scales and adds the tile that comes next in the pipeline, by all lanes of a warp. The position in
-// the pipeline is in one register, over the loop of a kernel.
+// Uses the stage that comes next in the pipeline, by all lanes of a warp, and releases it. The
+// position in the pipeline is in one register, over the loop of a kernel.
+template <class Pipeline, class Use>
+FLASH_DEVICE void use_bias(const Pipeline& pipeline, uint32_t& position, Use use) {
+    typename Pipeline::State state{position / 2, position % 2};
+    pipeline.consumer_wait(state);
+    use(pipeline.stage(state));
+    __syncwarp();
+    if (lane_id() == 0) pipeline.consumer_release(state);
+    state.advance();
+    position = 2 * state.stage + state.phase;
+}
+
+// Scales scores and adds the tile that comes next.
 template <Rows kRows, class Tile, bool kMayBeFloat32, class Scores, class Pipeline>
 FLASH_DEVICE void add_bias(Scores& s, const Pipeline& pipeline, uint32_t& position, int first_row,
                            float scale, bool is_float32) {
-    typename Pipeline::State state{position / 2, position % 2};
-    const auto with_stage = [&](auto add) {
-        pipeline.consumer_wait(state);
-        add(pipeline.stage(state));
-        __syncwarp();
-        if (lane_id() == 0) pipeline.consumer_release(state);
-        state.advance();
-    };
     using Half = typename Tile::Half;
+    const auto with_stage = [&](auto add) { use_bias(pipeline, position, add); };
     if (!kMayBeFloat32 || !is_float32) [[likely]] {
-        with_stage([&](uint32_t tile) { add_bias_16<kRows, Tile>(s, tile, first_row, scale); });
+        with_stage([&](uint32_t tile) {
+            add_bias_16(s, BiasFragment<kRows, Tile>{tile, first_row}, scale);
+        });
     } else if constexpr (kRows == Rows::kQueries) {
         with_stage([&](uint32_t half) { add_bias_32<kRows, Half, 0>(s, half, first_row, scale); });
         with_stage([&](uint32_t half) {
@@ -213,7 +246,6 @@ FLASH_DEVICE void add_bias(Scores& s, const Pipeline& pipeline, uint32_t& positi
                     add_bias_32<kRows, Half, 0>(s, half, first_row % Half::kCols, scale);
             });
     }
-    position = 2 * state.stage + state.phase;
 }
 
 }  // namespace flash_ext

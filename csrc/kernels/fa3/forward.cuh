@@ -296,6 +296,8 @@ struct Fa3Forward : Fa3ForwardResults<Element, Element, kHeadDim, kHeadDimV, kOp
             x.rescaling = linear_step(x, rP);
         } else if constexpr (kUnmasked && only_softcap(kOptions)) {
             x.rescaling = near_step(x, rP);
+        } else if (kUnmasked && Tiles::kBias && !this->has_float32_bias()) {
+            if constexpr (kUnmasked && Tiles::kBias) x.rescaling = biased_step(x, rP);
         } else {
             this->template finish_scores<kUnmasked>(x.rS, x);
             if constexpr (Tiles::kAlibi) turn(x);
@@ -337,6 +339,20 @@ struct Fa3Forward : Fa3ForwardResults<Element, Element, kHeadDim, kHeadDimV, kOp
             x.far};
         return x.softmax.step(x.rS, rP, series, x.far,
                               [&] { this->template finish_scores<true>(x.rS, x); });
+    }
+
+    // The softmax with a bias of 16 bits, which scores have only if the softmax needs their
+    // maximum.
+    FLASH_DEVICE RowRescaling biased_step(State& x, Probabilities& rP) const {
+        RowRescaling rescaling;
+        use_bias(this->bias_pipeline(), x.bias, [&](uint32_t tile) {
+            const BiasFragment<Rows::kQueries, typename Tiles::BiasTile> bias{tile,
+                                                                              this->warp_row()};
+            const BiasScale scale{params.scale_log2, bias};
+            rescaling = x.softmax.step_incomplete(
+                x.rS, rP, scale, [&] { add_bias_16(x.rS, bias, params.scale_log2); });
+        });
+        return rescaling;
     }
 
     // Dropout. The row sums have all of P already.

@@ -126,6 +126,10 @@ struct Fa3ForwardTiles
         }
     }
 
+    FLASH_DEVICE bool has_float32_bias() const {
+        if constexpr (kBias && kFloat32Bias) return params.bias_map.is_float32;
+        return false;
+    }
     FLASH_DEVICE BiasPipeline bias_pipeline() const { return storage.bias.pipeline(); }
 
     // --- The rows of a Q tile: queries, or the heads of a group ---
