@@ -46,6 +46,7 @@ from attention_testing import VARIANTS, Problem  # noqa: E402
 DECISIVE = ("head_dim", "head_dim_v", "layout", "dropout_p", "bias")
 LITTLE_GPU_MEMORY = 16 << 30  # bytes
 COLLECTED = pytest.StashKey[int]()
+BEGUN = pytest.StashKey[list[str]]()
 CLAIM = Path(tempfile.gettempdir()) / "flash_ext_gpu_memory.lock"
 
 
@@ -108,8 +109,29 @@ def pytest_pycollect_makeitem(name: str, obj: object) -> list[pytest.Item] | Non
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     session.config.stash[COLLECTED] = len(session.items)
+    session.config.stash[BEGUN] = []
     gc.freeze()  # what every later collection would look at, for a third of a second
     gc.enable()
+
+
+def write_report(config: pytest.Config) -> None:
+    stats = config.pluginmanager.get_plugin("terminalreporter").stats
+    report = gpu_test_report.summary(stats)
+    finished = gpu_test_report.finished(stats)
+    report["collected"] = config.stash[COLLECTED]
+    report["unfinished"] = [name for name in config.stash[BEGUN] if name not in finished]
+    config.option.report.write_text(json.dumps(report))
+
+
+def own_tests(session: pytest.Session) -> Iterator[pytest.Item]:
+    """The tests that no other process takes. The report knows them before they run."""
+    groups = gpu_suite.groups_of(session.items)
+    begun = session.config.stash[BEGUN]
+    for some in gpu_suite.taken(session.config.option.share, len(groups)):
+        items = [item for i in some for item in groups[i]]
+        begun += [item.nodeid for item in items]
+        write_report(session.config)
+        yield from items
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -118,8 +140,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     option = session.config.option
     if option.share is None or option.collectonly or session.testsfailed:
         return None
-    groups = gpu_suite.groups_of(session.items)
-    items = (item for i in gpu_suite.taken(option.share, len(groups)) for item in groups[i])
+    items = own_tests(session)
     item, failed = next(items, None), 0
     while item is not None:
         following = next(items, None)
@@ -283,13 +304,9 @@ def need_gpus(record_property: Callable[[str, object], None]) -> Callable[[int],
     return need
 
 
-def pytest_terminal_summary(
-    terminalreporter: pytest.TerminalReporter, config: pytest.Config
-) -> None:
+def pytest_terminal_summary(config: pytest.Config) -> None:
     if config.option.report:
-        report = gpu_test_report.summary(terminalreporter.stats)
-        report["collected"] = config.stash[COLLECTED]
-        config.option.report.write_text(json.dumps(report))
+        write_report(config)
 
 
 @pytest.fixture

@@ -8,11 +8,12 @@
     python tests/gpu_suite.py --failed --to FILE         # those that failed in that file
 
 Most of a test's time is Python's and the launches', on one core. So several processes share the
-tests: each takes some (`taken`) whenever it has none, and reports what it ran.
+tests: each takes some (`taken`) whenever it has none, and reports what it ran. Tests that a process
+had taken when it crashed count as errors, by name.
 
 --failed is for a report of this very source, when only tests have changed since: the results of the
-tests that failed there are replaced, and "again" in the file says how many they are. Where a
-process crashed it is not known which tests did not run: it refuses.
+tests that failed there are replaced, and "again" in the file says how many they are. It refuses
+where it is not known which tests did not run.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ def groups_of(items: Iterable[pytest.Item]) -> list[list[pytest.Item]]:
     return list(groups.values())
 
 
-def taken(shared: Path, count: int, at_a_time: int = 8) -> Iterator[int]:
-    """Numbers below `count` that no other process takes from the same file."""
+def taken(shared: Path, count: int, at_a_time: int = 8) -> Iterator[range]:
+    """Some numbers at a time, below `count`, that no other process takes from the same file."""
     while True:
         with shared.open("a+") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -61,7 +62,7 @@ def taken(shared: Path, count: int, at_a_time: int = 8) -> Iterator[int]:
             file.write(str(first + at_a_time))
         if first >= count:
             return
-        yield from range(first, min(first + at_a_time, count))
+        yield range(first, min(first + at_a_time, count))
 
 
 def why_no_gpu() -> str | None:
@@ -142,17 +143,20 @@ def run(
     for one, report, log in zip(running, reports, logs, strict=True):
         none = one.result() == NO_TESTS and options  # which may leave none
         statuses.append(0 if none else one.result())
-        if not report.exists():  # the process has crashed
-            counts["error"] += 1
-            failures.append(f"a process ended with status {one.result()}")
-        else:
+        unfinished: list[str] = []
+        if report.exists():
             found = json.loads(report.read_text())
+            unfinished = found["unfinished"]
             collected = max(collected, found["collected"])
-            ran += sum(found["counts"].values())
             counts.update(found["counts"])
+            counts["error"] += len(unfinished)
+            ran += sum(found["counts"].values()) + len(unfinished)
             skips.update(found["skips"])
             several_gpus |= found["several_gpus"]
-            failures += found["failures"]
+            failures += found["failures"] + unfinished
+        if one.result() not in (0, 1, 2, NO_TESTS) and not unfinished:
+            counts["error"] += 1
+            failures.append(f"a process ended with status {one.result()}")
         if statuses[-1]:
             print(log.read_text()[-8000:])
     if ran < collected:

@@ -23,6 +23,7 @@ sys.path.insert(0, str(HERE.parent / "benchmarks"))
 import common  # noqa: E402
 import results  # noqa: E402
 
+OUTCOMES = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
 # What must be equal for a test report to be of this machine and source.
 SAME_SETUP = ("device", "torch", "cuda", "cudnn", "driver", "digest")
 
@@ -64,12 +65,16 @@ def several_gpus(reports: Iterable[pytest.TestReport]) -> dict[str, int]:
             if "gpus" in dict(r.user_properties)}  # fmt: skip
 
 
+def finished(stats: Mapping[str, list[pytest.TestReport]]) -> set[str]:
+    """The tests of which pytest has counted an outcome."""
+    return {report.nodeid for outcome in OUTCOMES for report in stats.get(outcome, [])}
+
+
 def summary(stats: Mapping[str, list[pytest.TestReport]]) -> common.Json:
     """What a run of pytest counted, why tests were skipped, which failed, and which passed on
     several GPUs."""
-    outcomes = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
     return {
-        "counts": {outcome: len(stats.get(outcome, [])) for outcome in outcomes},
+        "counts": {outcome: len(stats.get(outcome, [])) for outcome in OUTCOMES},
         "skips": skip_reasons(stats.get("skipped", [])),
         "several_gpus": several_gpus(stats.get("passed", [])),
         "failures": [

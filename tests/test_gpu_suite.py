@@ -87,6 +87,18 @@ def test_a_process_that_loses_its_gpu_takes_no_more_tests(tmp_path: Path) -> Non
     [report] = run_shared(1, tmp_path)
     assert report["counts"]["failed"] == 1 and report["counts"]["passed"] == 0
     assert report["collected"] == 2
+    assert report["unfinished"] == ["test_some.py::test_two"]
+
+
+def test_a_crash_loses_only_the_tests_that_a_process_had_taken(tmp_path: Path) -> None:
+    (tmp_path / "test_some.py").write_text(
+        "import os, pytest\n"
+        "@pytest.mark.parametrize('i', range(20))\n"
+        "def test_it(i): os._exit(9) if i == 10 else None\n"
+    )
+    [report] = run_shared(1, tmp_path)
+    assert report["counts"]["passed"] == 7, "of the first 8: the last one was about to run"
+    assert report["unfinished"] == [f"test_some.py::test_it[{i}]" for i in range(7, 16)]
 
 
 def test_processes_share_the_gpu_tests(tmp_path: Path) -> None:
@@ -211,29 +223,36 @@ def test_without_a_gpu_nothing_is_written(monkeypatch: pytest.MonkeyPatch) -> No
         gpu_suite.main()
 
 
+@pytest.mark.parametrize("unfinished", ([], ["a", "b"]))
 @pytest.mark.parametrize("crashed", (None, "1.json"))
 def test_a_process_that_crashes_counts(
-    crashed: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    crashed: str | None, unfinished: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Results are added up; no report is an error, and so are tests that did not run."""
+    """Results are added up. A crash is an error, or as many as tests had begun, and so are tests
+    that did not run."""
 
     def one(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
         report = Path(command[command.index("--report") + 1])
         assert command[command.index("--share") + 1] == str(tmp_path / "taken")
         status = -11 if report.name == crashed else 0
-        if not status:
-            found = {"counts": {"passed": 2}, "skips": {"why": 1}, "failures": [], "collected": 6}
-            report.write_text(json.dumps(found | {"several_gpus": {report.name: 2}}))
+        names = unfinished if status else []
+        if not status or names:
+            found = {"counts": {"passed": 2 - len(names)}, "unfinished": names, "collected": 6}
+            found |= {"skips": {"why": 1}, "failures": [], "several_gpus": {report.name: 2}}
+            report.write_text(json.dumps(found))
         return subprocess.CompletedProcess(command, status)
 
     monkeypatch.setattr(gpu_suite.subprocess, "run", one)
     result = gpu_suite.run(3, [], tmp_path)
     if crashed is None:
-        assert result["counts"] == {"passed": 6} and result["skips"] == {"why": 3}
+        assert result["counts"] == {"passed": 6, "error": 0} and result["skips"] == {"why": 3}
         assert result["exit_status"] == 0 and result["failures"] == []
         return
-    assert result["counts"] == {"passed": 4, "error": 2} and result["skips"] == {"why": 2}
+    assert result["counts"] == {"passed": 4, "error": 2}
     assert result["exit_status"] == 11
+    if unfinished:
+        assert result["failures"] == unfinished
+        return
     assert result["failures"] == ["a process ended with status -11", "2 tests did not run"]
     assert result["several_gpus"] == {"0.json": 2, "2.json": 2}
 

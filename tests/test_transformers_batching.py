@@ -7,7 +7,10 @@ sequences of CUDA graphs that write, and a transformers that imports flash-attn 
 
 from __future__ import annotations
 
+import functools
 import inspect
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -57,14 +60,22 @@ def batched(model: nn.Module, given: list[list[int]], **config: object) -> list[
     return [x.generated_tokens for x in outputs]
 
 
-def wait_for_resets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers (5.17 to 5.23) clears its inputs on the GPU before the first batch, on another
-    stream than that batch's copies: on a busy GPU it clears what they have brought."""
-    from transformers.generation.continuous_batching import input_outputs
+def wait_for_the_default_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There transformers (5.17 to 5.23) makes and clears its inputs, which other streams then write
+    and read at once: on a busy GPU batches were cleared, or had tokens out of range."""
+    from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingAsyncIOs
 
-    ios = input_outputs.ContinuousBatchingAsyncIOs
-    reset = ios.reset
-    monkeypatch.setattr(ios, "reset", lambda self: (reset(self), torch.cuda.synchronize()))
+    def waiting(call: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(call)
+        def called(*args: Any, **options: Any) -> None:
+            call(*args, **options)
+            torch.cuda.synchronize()
+
+        return called
+
+    for name in ("__init__", "reset"):
+        call = getattr(ContinuousBatchingAsyncIOs, name)
+        monkeypatch.setattr(ContinuousBatchingAsyncIOs, name, waiting(call))
 
 
 def skip_where_old(name: str) -> None:
@@ -153,7 +164,7 @@ def test_greedy_tokens_on_the_gpu(name, graphs, monkeypatch):
     """Each token has, in float32 without a cache, almost the largest logit. Layers with a window
     never decode from pages."""
     skip_where_old(name)
-    wait_for_resets(monkeypatch)
+    wait_for_the_default_stream(monkeypatch)
     decoded = []
     call = _transformers_paged.attention_with_cache
     monkeypatch.setattr(
