@@ -115,6 +115,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def write_report(config: pytest.Config) -> None:
+    """With --report."""
+    if not config.option.report:
+        return
     stats = config.pluginmanager.get_plugin("terminalreporter").stats
     report = gpu_test_report.summary(stats)
     finished = gpu_test_report.finished(stats)
@@ -305,8 +308,7 @@ def need_gpus(record_property: Callable[[str, object], None]) -> Callable[[int],
 
 
 def pytest_terminal_summary(config: pytest.Config) -> None:
-    if config.option.report:
-        write_report(config)
+    write_report(config)
 
 
 @pytest.fixture
