@@ -140,7 +140,7 @@ struct BiasScale {
     Fragment bias;
 
     FLASH_DEVICE auto exponents(const float (&subtracted)[2]) const {
-        return [=, *this, &subtracted](float x, int i, int column) mutable {
+        return [scale = scale, bias = bias, &subtracted](float x, int i, int column) mutable {
             if (i == 0 && column % 16 == 0) bias.load(column);
             return fmaf(x, scale, fmaf(bias.at(i, column), kLog2e, -subtracted[i]));
         };
