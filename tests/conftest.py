@@ -121,8 +121,9 @@ def write_report(config: pytest.Config) -> None:
     stats = config.pluginmanager.get_plugin("terminalreporter").stats
     report = gpu_test_report.summary(stats)
     finished = gpu_test_report.finished(stats)
-    report["collected"] = config.stash[COLLECTED]
-    report["unfinished"] = [name for name in config.stash[BEGUN] if name not in finished]
+    # Under xdist other processes collect.
+    report["collected"] = config.stash.get(COLLECTED, len(finished))
+    report["unfinished"] = [name for name in config.stash.get(BEGUN, []) if name not in finished]
     config.option.report.write_text(json.dumps(report))
 
 

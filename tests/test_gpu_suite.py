@@ -101,6 +101,20 @@ def test_a_crash_loses_only_the_tests_that_a_process_had_taken(tmp_path: Path) -
     assert report["unfinished"] == [f"test_some.py::test_it[{i}]" for i in range(7, 16)]
 
 
+def test_a_report_under_xdist(tmp_path: Path) -> None:
+    """As noxfile.py asks for it: the process that writes it has collected nothing."""
+    (tmp_path / "conftest.py").write_text((ROOT / "tests/conftest.py").read_text())
+    (tmp_path / "test_some.py").write_text("def test_one(): pass\ndef test_two(): assert False\n")
+    command = ["-m", "pytest", "-q", "-n", "1", "-p", "no:cacheprovider", "--report", "x.json"]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'tests'}{os.pathsep}{ROOT}"}
+    environment.pop("PYTEST_XDIST_WORKER", None)
+    command = [sys.executable, *command, f"--rootdir={tmp_path}", str(tmp_path)]
+    subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, check=False)
+    report = json.loads((tmp_path / "x.json").read_text())
+    assert report["counts"]["passed"] == 1 and report["failures"] == ["test_some.py::test_two"]
+    assert report["collected"] == 2 and report["unfinished"] == []
+
+
 def test_processes_share_the_gpu_tests(tmp_path: Path) -> None:
     """Every test runs once, and the variants of a test in one process."""
     (tmp_path / "test_some.py").write_text(
