@@ -105,11 +105,12 @@ def test_a_report_under_xdist(tmp_path: Path) -> None:
     """As noxfile.py asks for it: the process that writes it has collected nothing."""
     (tmp_path / "conftest.py").write_text((ROOT / "tests/conftest.py").read_text())
     (tmp_path / "test_some.py").write_text("def test_one(): pass\ndef test_two(): assert False\n")
-    command = ["-m", "pytest", "-q", "-n", "1", "-p", "no:cacheprovider", "--report", "x.json"]
+    command = ["-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", "--report", "x.json"]
     environment = os.environ | {"PYTHONPATH": f"{ROOT / 'tests'}{os.pathsep}{ROOT}"}
     environment.pop("PYTEST_XDIST_WORKER", None)
     command = [sys.executable, *command, f"--rootdir={tmp_path}", str(tmp_path)]
-    subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, check=False)
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1 and "KeyError" not in done.stderr, done.stderr
     report = json.loads((tmp_path / "x.json").read_text())
     assert report["counts"]["passed"] == 1 and report["failures"] == ["test_some.py::test_two"]
     assert report["collected"] == 2 and report["unfinished"] == []
