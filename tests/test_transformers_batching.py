@@ -61,8 +61,8 @@ def batched(model: nn.Module, given: list[list[int]], **config: object) -> list[
 
 
 def wait_for_the_default_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There transformers (5.17 to 5.23) makes and clears its inputs, which other streams then write
-    and read at once: on a busy GPU batches were cleared, or had tokens out of range."""
+    """transformers (5.17 and 5.23) makes and clears its inputs there, while other streams already
+    copy and read the first batch: on a busy GPU it was cleared, or had tokens out of range."""
     from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingAsyncIOs
 
     def waiting(call: Callable[..., None]) -> Callable[..., None]:
