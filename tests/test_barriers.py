@@ -122,6 +122,7 @@ def rows_of(table: str) -> Iterator[list[str]]:
 
 
 TRANSPOSES = "In a kernel that transposes V"
+BIAS = "In a kernel with a bias"
 PAGES = "In a kernel with pages"
 
 
@@ -144,7 +145,7 @@ def table_of(kernel: str, transposes: bool) -> dict[str, list[str]]:
     """The rows by barrier. A kernel's own rows come in place of those of the kernel it is like.
 
     transposes: does it transpose V? Then it has other barriers of V, in a table of their own. So it
-    is with pages.
+    is with a bias and with pages.
     """
     family = kernel.split()[0]
     files = ["forward"] * family.startswith("forward") + [family]
@@ -152,7 +153,10 @@ def table_of(kernel: str, transposes: bool) -> dict[str, list[str]]:
     for file in dict.fromkeys(files):
         text = (FA3 / f"{file}.cuh").read_text()
         text = text if transposes else text.split(TRANSPOSES)[0]
-        for names, *cells in rows_of(text if "pages" in kernel else text.split(PAGES)[0]):
+        text, _, of_pages = text.partition(PAGES)
+        text, _, of_bias = text.partition(BIAS)
+        text += of_bias * ("bias" in kernel) + of_pages * ("pages" in kernel)
+        for names, *cells in rows_of(text):
             pipelines = re.fullmatch(r"(full|empty)\((.+)\)", names)
             if pipelines is None:
                 rows[re.sub(r" \(of each .*\)", "", names)] = cells

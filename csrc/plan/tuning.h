@@ -253,7 +253,7 @@ inline constexpr Fa3ForwardRow kFa3Forward[] = {
      .small_q = {.block_kv = 128, .k_stages = 4, .v_stages = 4, .ping_pong = true},
      .long_keys = {.consumers = 3, .block_kv = 96, .k_stages = 4, .v_stages = 4},
      .with_bias =
-         {.block_kv = 128, .k_stages = 3, .v_stages = 3, .ping_pong = true, .bias_stages = 2},
+         {.block_kv = 128, .k_stages = 2, .v_stages = 2, .ping_pong = true, .bias_stages = 3},
      .small_q_costs = {.alike = {112}, .differ = {109, 80}},
      .long_keys_costs = {.alike = {98}, .differ = {99, 155}}},
     {.head_dims = {96, 96},

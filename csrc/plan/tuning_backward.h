@@ -257,7 +257,7 @@ constexpr Fa3BackwardShape fa3_backward_shape(HeadDims dims, OptionSet options, 
     if (contains(options, OptionSet::kMask)) return row.usual;
     if (options == kWithDropout) return row.with_dropout;
     if (!visits_elements(options)) return many_queries ? row.many_queries : row.usual;
-    row.usual.overlap = row.with_options;
+    row.usual.overlap = only_softcap(options) ? kPingPong : row.with_options;
     return row.usual;
 }
 

@@ -104,6 +104,29 @@ FLASH_DEVICE void softmax_gradient(Scores& dp, const Scores& p, const float* min
     });
 }
 
+// With a softcap alone P waits for dP, since the gradient of scores needs tanh, too. Of what a mask
+// hides tanh becomes a number that is finite, as its derivative is then.
+template <class Scores>
+FLASH_DEVICE void keep_finite(Scores& tanh) {
+    tanh.map([](float x) { return fmaxf(x, -0x1p60f); });
+}
+// From tanh to P, and from dP - delta to dS, in place.
+template <Rows kRows, class Scores>
+FLASH_DEVICE void softcap_gradient(Scores& tanh, Scores& ds, const float* lse, float cap) {
+    for_each_with_query<kRows, Scores>(lse, [&](int m, int n, int i, float lse_of_query) {
+        float& x = tanh.v[m][n][i];
+        const float derivative = fmaf(-x, x, 1.f);
+        x = ptx::ex2(x * cap - lse_of_query);
+        ds.v[m][n][i] *= x * derivative;
+    });
+}
+// From dP to dP - delta, in place.
+template <Rows kRows, class Scores>
+FLASH_DEVICE void subtract_delta(Scores& dp, const float* minus_delta) {
+    for_each_with_query<kRows, Scores>(
+        minus_delta, [&](int m, int n, int i, float of_query) { dp.v[m][n][i] += of_query; });
+}
+
 // With dropout, of tiles whose rows are keys: from dP to dS = P * (Z dP ds_factor - delta), and
 // from P to Z P, in place.
 template <OptionSet kOptions, class Scores>

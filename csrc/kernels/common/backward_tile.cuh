@@ -164,7 +164,7 @@ struct BackwardTile {
     using Walk = std::conditional_t<kMayHaveMask, ListedQTileWalk, QTileWalk>;
     static_assert(!kMayHaveMask || (kMaskBlock % kBlockQ == 0 && kMaskBlock % kBlockKV == 0));
 
-    // What comes with a Q tile: a number for each of its queries.
+    // What comes with a Q tile: three numbers for each of its queries, one array after another.
     struct Statistics {
         float lse_log2[kBlockQ];
         float minus_delta[kBlockQ];
@@ -257,8 +257,7 @@ struct BackwardTile {
         load_v(first_key);
     }
 
-    // Addresses in shared memory; Q's and dO's are an iteration's. With a single stage they
-    // are always the same.
+    // Addresses in shared memory; Q's and dO's are an iteration's, with one stage always the same.
     FLASH_DEVICE uint32_t k_tile() const { return smem + offsetof(SharedStorage, k); }
     FLASH_DEVICE uint32_t v_tile() const { return smem + offsetof(SharedStorage, v); }
     FLASH_DEVICE uint32_t ds_tile() const { return smem + offsetof(SharedStorage, ds_p); }
@@ -310,7 +309,6 @@ struct BackwardTile {
                                : thread < 2 * kChunks ? params.minus_delta
                                                       : params.reference) +
                               row;
-        // In shared memory the three follow one another.
         ptx::cp_async_16(ptx::shared_address(statistics(walk.stage).lse_log2) + thread * 16, source,
                          true);
     }
@@ -328,8 +326,8 @@ struct BackwardTile {
         }
     }
 
-    // P^T of the warp's keys and queries. Queries past the sequence are not masked: their lse is
-    // +inf, which makes their P zero.
+    // P^T of the warp's keys and queries, or tanh with a softcap alone. Queries past the sequence
+    // are not masked: their lse is +inf, which makes their P zero.
     FLASH_DEVICE void compute_p(Scores& rP, const Walk& walk, int first_key) const {
         rP.clear();
         gemm<Element, kHeadDim>(rP, AFromRows<KTile>(k_tile(), warp_key),
@@ -354,6 +352,7 @@ struct BackwardTile {
                     [&](int m, int n, int i, float r) { rP.v[m][n][i] -= r; });
             mask_scores(rP, first_query,
                         [&](int row) { return mask.query_range(first_key + warp_key + row); });
+            if constexpr (only_softcap(kOptions)) keep_finite(rP);
         }
         if constexpr (kMayHaveMask) {
             if (walk.partial)
@@ -361,42 +360,44 @@ struct BackwardTile {
                                      mask_storage().words[walk.stage % kStages] + warp_query(),
                                      params.tile_mask.bits, first_key + warp_key));
         }
-        exponentiate<Rows::kKeys>(rP, statistics(walk.stage).lse_log2 + warp_query(),
-                                  exponent_scale<kOptions>(params));
+        if constexpr (!only_softcap(kOptions))
+            exponentiate<Rows::kKeys>(rP, statistics(walk.stage).lse_log2 + warp_query(),
+                                      exponent_scale<kOptions>(params));
     }
 
-    // dS^T from P^T: the gradient of Q K^T scale, or, without kThroughSoftcap, the gradient of the
-    // scores after softcap. With dropout P becomes the factor of dO in dV.
+    // dS^T from P^T: the gradient of Q K^T scale, without kThroughSoftcap of scores after softcap.
+    // With dropout P becomes the factor of dO in dV, and with a softcap alone tanh becomes P.
     template <bool kThroughSoftcap = true>
     FLASH_DEVICE void compute_ds(Scores& rdS, Scores& rP, const Walk& walk, int first_key) const {
-        const float* minus_delta = statistics(walk.stage).minus_delta + warp_query();
+        const Statistics& numbers = statistics(walk.stage);
+        const float* minus_delta = numbers.minus_delta + warp_query();
         rdS.clear();  // dP^T first
         gemm<Element, kHeadDimV>(rdS, AFromRows<VTile>(v_tile(), warp_key),
                                  BFromRows<DOTile>(do_tile_at(walk.stage), warp_query()));
-        if constexpr (!contains(kOptions, OptionSet::kDropout) &&
-                      !contains(kOptions, OptionSet::kSoftcap)) {
-            softmax_gradient<Rows::kKeys>(rdS, rP, minus_delta);
-            return;
+        if constexpr (only_softcap(kOptions)) {
+            subtract_delta<Rows::kKeys>(rdS, minus_delta);
+            return softcap_gradient<Rows::kKeys>(rP, rdS, numbers.lse_log2 + warp_query(),
+                                                 params.softcap_log2);
         }
+        if constexpr ((kOptions & (OptionSet::kDropout | OptionSet::kSoftcap)) == OptionSet::kNone)
+            return softmax_gradient<Rows::kKeys>(rdS, rP, minus_delta);
         // With dropout Z / (1 - p), dS = P * (Z dP / (1 - p) - delta), dV = (P Z)^T dO / (1 - p). P
         // and dS are rounded with a part of these factors; the rest comes at the end.
         const int first_query = walk.q_tile() * kBlockQ + warp_query();
         if constexpr (drops_pairs(kOptions)) {
             // In registers the mask and the tile's first row would spill at d 128.
             const SharedStorage& storage = shared_storage<SharedStorage>();
-            dropout_gradient<kOptions>(rdS, rP, storage.dropout.ahead(walk.head), first_query,
-                                       storage.tile_coord.first_row + warp_key, minus_delta,
-                                       params.ds_factor);
-            return;
+            return dropout_gradient<kOptions>(rdS, rP, storage.dropout.ahead(walk.head),
+                                              first_query, storage.tile_coord.first_row + warp_key,
+                                              minus_delta, params.ds_factor);
         }
         uint32_t dropped[Scores::kM][ceil_div(Scores::kN, 8)] = {};
         const bool drops = contains(kOptions, OptionSet::kDropout) && params.rng_state != nullptr;
         if (drops) {
-            const float ds_factor = params.ds_factor;
             for_each_keep<kOptions, Rows::kKeys, Scores>(
                 dropout_mask(params, sequence, walk.head), first_query, first_key + warp_key,
                 [&](int m, int n, int i, bool keep) {
-                    rdS.v[m][n][i] = keep ? rdS.v[m][n][i] * ds_factor : 0.f;
+                    rdS.v[m][n][i] = keep ? rdS.v[m][n][i] * params.ds_factor : 0.f;
                     dropped[m][n / 8] |= static_cast<uint32_t>(!keep) << (n % 8 * 4 + i);
                 });
         }
@@ -405,8 +406,7 @@ struct BackwardTile {
             score_function(walk.head).softcap_gradient(
                 rdS, rP, first_key + warp_key, first_query, [&](int col) {
                     const int query = warp_query() + col;
-                    return statistics(walk.stage).lse_log2[query] +
-                           statistics(walk.stage).reference[query];
+                    return numbers.lse_log2[query] + numbers.reference[query];
                 });
         if (drops) {
 #pragma unroll

@@ -274,7 +274,7 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
         return {};
     }
 
-    // P^T = 2^(S^T scale - lse)
+    // P^T = 2^(S^T scale - lse), or with a softcap alone tanh.
     FLASH_DEVICE void probabilities(State& s, const KeyTile& tile,
                                     const VisibleElements<Scores>& visible) const {
         if constexpr (Base::kBias)
@@ -289,7 +289,12 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
                 masked = tile.large_lse;
             }
         }
-        warp_scores(s, tile).probabilities(s.rS, storage.lse[s.q.stage], masked, tile.large_lse);
+        if constexpr (only_softcap(kOptions)) {
+            warp_scores(s, tile).cap(s.rS, masked);
+        } else {
+            warp_scores(s, tile).probabilities(s.rS, storage.lse[s.q.stage], masked,
+                                               tile.large_lse);
+        }
     }
 
     // With dropout Z / (1 - p): dS^T = P^T * (Z^T * dP^T / (1 - p) - delta), and P^T becomes Z^T *
@@ -337,18 +342,21 @@ struct Fa3Backward : Fa3BackwardProducers<Element, kHeadDim, kHeadDimV, kOptions
         if constexpr (kDropout) return drop(s, tile);
         const auto& lse = storage.lse[s.q.stage];
         using Piece = RegisterTile<16, 8>;  // ptxas 13.0: wider ones serialize wgmma at d 64
-        const bool softcap = contains(kOptions, OptionSet::kSoftcap) && params.softcap != 0.f;
 #pragma unroll
         for (int n = 0; n < Scores::kN; ++n) {
-            const auto& p = reinterpret_cast<const Piece&>(s.rS.v[0][n]);
+            auto& p = reinterpret_cast<Piece&>(s.rS.v[0][n]);
             auto& ds = reinterpret_cast<Piece&>(s.rdP.v[0][n]);
+            if constexpr (only_softcap(kOptions)) {
+                softcap_gradient<Rows::kKeys>(p, ds, lse + 8 * n, params.softcap_log2);
+            } else {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) ds.v[0][0][i] *= p.v[0][0][i];
-            if constexpr (contains(kOptions, OptionSet::kSoftcap))
-                if (softcap)
-                    warp_scores(s, tile, 8 * n).softcap_gradient(ds, p, [&](int col) -> float {
-                        return lse[8 * n + col];
-                    });
+                for (int i = 0; i < 4; ++i) ds.v[0][0][i] *= p.v[0][0][i];
+                if constexpr (contains(kOptions, OptionSet::kSoftcap))
+                    if (params.softcap != 0.f)
+                        warp_scores(s, tile, 8 * n).softcap_gradient(ds, p, [&](int col) -> float {
+                            return lse[8 * n + col];
+                        });
+            }
             s.rP.template round_columns<Element>(p, 8 * n);
             s.rdS.template round_columns<Element>(ds, 8 * n);
         }

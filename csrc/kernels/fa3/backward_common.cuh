@@ -84,6 +84,16 @@ struct WarpScores {
 
     using Function = ScoreFunction<Element, kRows, kOptions>;
 
+    // From S to tanh, with a softcap alone.
+    template <class Scores>
+    FLASH_DEVICE void cap(Scores& s, bool masked) const {
+        Function{params, sequence, head}.apply(s, first_row, first_col);
+        if (!masked) [[likely]]
+            return;
+        hide(s);
+        keep_finite(s);
+    }
+
     // From S to P, with lse of each query. With a bias the scores are in base 2, and have it. With
     // StatisticsRows, lse / scale has been subtracted by a matmul. masked: do the scores need the
     // mask? If large_lse, they count as masked.
@@ -113,11 +123,7 @@ struct WarpScores {
         if (masked) [[unlikely]] {
             if (!kReferencesLast && large_lse) [[unlikely]]
                 subtract();
-            const BandMask mask = mask_of(params, sequence);
-            mask_scores(s, first_col, [&](int row) {
-                return kRows == Rows::kKeys ? mask.query_range(first_row + row)
-                                            : mask.key_range(first_row + row);
-            });
+            hide(s);
         }
         if (kReferencesLast && large_lse) [[unlikely]]
             subtract();
@@ -126,6 +132,16 @@ struct WarpScores {
         } else {
             exponentiate<kRows>(s, lse, exponent_scale<kOptions>(params));
         }
+    }
+
+    // Hides what the mask does not show.
+    template <class Scores>
+    FLASH_DEVICE void hide(Scores& s) const {
+        const BandMask mask = mask_of(params, sequence);
+        mask_scores(s, first_col, [&](int row) {
+            return kRows == Rows::kKeys ? mask.query_range(first_row + row)
+                                        : mask.key_range(first_row + row);
+        });
     }
 
     // The same with ALiBi, without a mask, if all keys are on one side of the diagonal: there its

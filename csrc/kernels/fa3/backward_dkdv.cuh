@@ -317,11 +317,18 @@ struct Fa3BackwardDKDV : Fa3Cta<Fa3BackwardWideParams, KeyTile> {
                                                                 tile.first_key + warp_key,
                                                                 s.q_tiles.tile(s.at.i) * kBlockQ};
         const float* lse = storage.statistics[s.pool.q().stage];
-        scores.probabilities(s.scores, lse, s.at.i < s.full.begin || s.at.i >= s.full.end,
-                             tile.large_lse);
-        Scores p = s.scores;
-        if (contains(kOptions, OptionSet::kSoftcap) && params.softcap != 0.f)
-            scores.softcap_gradient(p, s.scores, [&](int col) { return lse[col]; });
+        const bool masked = s.at.i < s.full.begin || s.at.i >= s.full.end;
+        Scores p;
+        if constexpr (only_softcap(kOptions)) {
+            scores.cap(s.scores, masked);
+            p.for_each([](float& x, int, int) { x = 1.f; });
+            softcap_gradient<Rows::kKeys>(s.scores, p, lse, params.softcap_log2);
+        } else {
+            scores.probabilities(s.scores, lse, masked, tile.large_lse);
+            p = s.scores;
+            if (contains(kOptions, OptionSet::kSoftcap) && params.softcap != 0.f)
+                scores.softcap_gradient(p, s.scores, [&](int col) { return lse[col]; });
+        }
         p_pipeline.producer_acquire(s.p);
 #pragma unroll
         for (int n = 0; n < Scores::kN; ++n) ptx::st_shared_v4(p_address(s.p, n), p.v[0][n]);

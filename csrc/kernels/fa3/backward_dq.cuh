@@ -277,7 +277,11 @@ struct Fa3BackwardDQ : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
         const bool full = mask_of(params, scores.sequence)
                               .is_full({scores.first_row, scores.first_row + 16},
                                        {scores.first_col, scores.first_col + kBlockKV});
-        scores.probabilities(s.rS, storage.lse[0] + warp_row(), large_lse || !full, large_lse);
+        if constexpr (only_softcap(kOptions)) {
+            scores.cap(s.rS, !full);
+        } else {
+            scores.probabilities(s.rS, storage.lse[0] + warp_row(), large_lse || !full, large_lse);
+        }
         compute_here(s.rS);
     }
 
@@ -285,10 +289,16 @@ struct Fa3BackwardDQ : Fa3Cta<Fa3BackwardWideParams, QueryTile> {
     FLASH_DEVICE void gradient_of_scores(State& s) const {
         finish(s.rdP);
         release_and_advance(v_pipeline, s.v);
-        softmax_gradient<Rows::kQueries>(s.rdP, s.rS, storage.minus_delta[0] + warp_row());
-        if (contains(kOptions, OptionSet::kSoftcap) && params.softcap != 0.f)
-            warp_scores(s).softcap_gradient(
-                s.rdP, s.rS, [&](int row) { return storage.lse[0][warp_row() + row]; });
+        const float* minus_delta = storage.minus_delta[0] + warp_row();
+        const float* lse = storage.lse[0] + warp_row();
+        if constexpr (only_softcap(kOptions)) {
+            subtract_delta<Rows::kQueries>(s.rdP, minus_delta);
+            softcap_gradient<Rows::kQueries>(s.rS, s.rdP, lse, params.softcap_log2);
+        } else {
+            softmax_gradient<Rows::kQueries>(s.rdP, s.rS, minus_delta);
+            if (contains(kOptions, OptionSet::kSoftcap) && params.softcap != 0.f)
+                warp_scores(s).softcap_gradient(s.rdP, s.rS, [&](int row) { return lse[row]; });
+        }
         s.rdS.template round<Element>(s.rdP);
         if (s.i == s.last) {
             do_pipeline.consumer_release(own_stage(s));

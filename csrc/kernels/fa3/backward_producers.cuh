@@ -128,15 +128,7 @@ struct Fa3BackwardProducers : Fa3Cta<std::conditional_t<contains(kOptions, Optio
             if (head < 0 || head >= params.tile_order.heads * params.tile_order.batch) return;
             work = work_tile_of(tile_index, head, params.tile_order);
         }
-        if constexpr (kBias) {
-            // Batch elements that share a bias come one after another: then they share it in L2,
-            // and dbias if they add to it.
-            if (params.bias_map.batch_step == 0) {
-                const int head = work.batch * params.tile_order.heads + work.head;
-                work.head = head / params.tile_order.batch;
-                work.batch = head % params.tile_order.batch;
-            }
-        }
+        if constexpr (kBias) adjacent_batches(work, params);  // they share dbias, too
         describe<Fa3BackwardProducers>(tile, params, work);
         if constexpr (kMask)
             if (tile.first_key >= 0)  // no padding tile

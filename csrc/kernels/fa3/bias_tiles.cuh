@@ -11,6 +11,7 @@
 #include "problem/sequences.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/math.cuh"
+#include "schedule/tile_order.cuh"
 #include "tile/fragment.cuh"
 #include "tile/pipeline.cuh"
 
@@ -99,6 +100,16 @@ struct WithBias : Params {
 template <class Params, OptionSet kOptions>
 using MayHaveBias =
     std::conditional_t<contains(kOptions, OptionSet::kBias), WithBias<Params>, Params>;
+
+// Batch elements that share a bias come one after another: then they share it in L2.
+template <class Params>
+FLASH_DEVICE void adjacent_batches(WorkTile& work, const Params& params) {
+    if (params.bias_map.batch_step != 0) return;
+    const PreparedTileOrder& order = params.tile_order;
+    const int head = work.batch * order.heads + work.head;
+    work.head = head / order.batch;
+    work.batch = head - work.head * order.batch;
+}
 
 // A score in base 2, with its bias. Rounded towards zero, so that finite numbers stay finite, such
 // as the most negative one, which masks use.

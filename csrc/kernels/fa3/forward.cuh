@@ -4,7 +4,7 @@
 // (epoch_counter.cuh). Its warpgroups have roles:
 //
 //   producer    three threads, one each for K, Q and V. All load by TMA; K's also fetches the tiles
-//               (with pages: see below)
+//               (with a bias or pages: see below)
 //   consumers   each owns 64 rows of the Q tile (split-Q) and sees all of K and V
 //
 // A consumer goes over the T KV tiles that a Q tile sees, from the last one to the first:
@@ -42,9 +42,6 @@
 //                       tile's last S is complete (one
 //                       stage), or when the consumer goes
 //                       on to the next tile (two)
-//   full(bias)          1: K's producer; and TMA's bytes     consumers, before they add it
-//   empty(bias)         4 a consumer: each warp, when it     K's producer, before the next load
-//                       has been added
 //   full(work tiles)    1: K's producer                      Q's and V's producers, consumers
 //   empty(work tiles)   2: Q's and V's producers, when all   K's producer, before it describes
 //                       loads of the tile are issued; 128 a  another tile
@@ -53,6 +50,16 @@
 //   ping-pong (named)   128: consumer i, when its matmuls    consumer i + 1 (its 128 threads count
 //                       are started, or when it is about     too), before it starts its own
 //                       to store a result
+//
+// In a kernel with a bias a fourth producer loads it:
+//
+//   barrier             arrivals per phase                   who waits
+//   full(bias)          1: its producer; and TMA's bytes     consumers, before they add it
+//   empty(bias)         4 a consumer: each warp, when it     its producer, before the next load
+//                       has been added
+//   empty(work tiles)   3: Q's, V's and the bias' producers  K's producer, before it describes
+//                       as above; 128 a consumer: each       another tile
+//                       thread, as above
 //
 // In a kernel with pages K and V are loaded by all lanes of a warp each, and Q tiles are fetched by
 // a fourth producer:
@@ -133,16 +140,14 @@ struct Fa3Forward : Fa3ForwardResults<Element, Element, kHeadDim, kHeadDimV, kOp
     using Tiles::Tiles;
 
     FLASH_DEVICE void init() const {
-        this->init_pipelines(1, kPages ? 1 + 2 * 32 : 2);  // Q's producer, and V's and K's
+        constexpr int kOthers = kPages ? 2 * 32 : Tiles::kBias ? 2 : 1;
+        this->init_pipelines(1, 1 + kOthers);  // Q's producer, and V's and K's or the bias'
     }
 
     FLASH_DEVICE void produce() const {
-        if (warp_id() == 0) {
-            typename Tiles::BiasPipeline::State bias;
-            this->produce_k([&](const QueryTile& tile, int first_key) {
-                if constexpr (Tiles::kBias) this->load_bias(bias, tile, first_key);
-            });
-        }
+        if (warp_id() == 0) this->produce_k([](const QueryTile&, int) {});
+        if constexpr (Tiles::kBias)
+            if (warp_id() == 1) this->produce_bias();
         if (!kPages && warp_id() == 2) this->produce_v();
         if (warp_id() == 3) this->produce_q();
     }

@@ -156,6 +156,7 @@ struct Fa3ForwardTiles
     FLASH_DEVICE void describe_next(QueryTile& tile, int linear, int& fixed_split) const {
         WorkTile work = kMask && !kMayHaveSplits ? longest_first(params, linear)
                                                  : work_tile(linear, params.tile_order);
+        if constexpr (kBias) adjacent_batches(work, params);
         if constexpr (kMayHaveSplits) {
             const int ctas = has_fixed_splits() ? params.split_ctas : params.num_splits;
             const int tile_index = work.tile_index / params.by_splits;
@@ -335,10 +336,15 @@ struct Fa3ForwardTiles
         }
     }
 
-    FLASH_DEVICE void load_bias(typename BiasPipeline::State& state, const QueryTile& tile,
-                                int first_key) const {
-        params.bias_map.template load<BiasTile>(bias_pipeline(), state, tile.sequence, tile.head,
-                                                tile.first_query, first_key);
+    FLASH_DEVICE void produce_bias() const {
+        typename BiasPipeline::State state;
+        work_tiles.for_each([&](const QueryTile& tile) {
+            auto tiles = tiles_down(tile);
+            for (int i = tile.kv_tiles.end - 1; i >= tile.kv_tiles.begin; --i)
+                params.bias_map.template load<BiasTile>(bias_pipeline(), state, tile.sequence,
+                                                        tile.head, tile.first_query,
+                                                        tiles.tile(i) * kBlockKV);
+        });
     }
 
     FLASH_DEVICE void produce_q() const {
