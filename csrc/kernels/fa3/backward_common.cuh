@@ -144,7 +144,7 @@ struct WarpScores {
         });
     }
 
-    // The same with ALiBi, without a mask, if all keys are on one side of the diagonal: there its
+    // P with ALiBi, without a mask, if all keys are on one side of the diagonal: there its
     // distances are linear. False: they are not.
     template <class Scores>
     FLASH_DEVICE bool linear_probabilities(Scores& s, const float* lse) const {
